@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -137,10 +137,14 @@ class Frozen:
         except subprocess.TimeoutExpired:
             pytest.fail(f"a frozen disk holds the launcher:\n{self.said}")
         finally:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                call("fsfreeze", "-u", self.disk)
-            self.process.kill()
-            self.process.wait(20)
+            self.kill()
+
+    def kill(self) -> None:
+        """Thaws the disk and kills the command, as far as that is still to do."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            call("fsfreeze", "-u", self.disk)
+        self.process.kill()
+        self.process.wait(20)
 
     def report(self) -> str:
         """Returns the words of a report, once the processes that were left behind have ended."""
@@ -151,11 +155,27 @@ class Frozen:
         return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout
 
 
+Launch = Callable[..., Frozen]
+
+
+@pytest.fixture
+def launch(disk: Path) -> Iterator[Launch]:
+    """Returns a function that starts a run on the disk; no run outlives its test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(steps: int, *options: str, limit_s: float = LIMIT_S, place: str = "") -> Frozen:
+            run = Frozen(disk, steps, *options, limit_s=limit_s, place=place)
+            stack.callback(run.kill)
+            return run
+
+        yield start
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
-def test_results_that_freeze_in_mid_run_end_the_run_in_time(disk: Path) -> None:
+def test_results_that_freeze_in_mid_run_end_the_run_in_time(launch: Launch) -> None:
     """The launcher waited in `write`, and then in `unlinkat` for the files of its store, until the thaw."""
-    run = Frozen(disk, 100_000)
+    run = launch(100_000)
     run.freeze_after("\nstep ")
     assert run.end(LIMIT_S + ENDS_S) == ExitCode.STORAGE
     assert re.search(rf"bamboo: '{run.results}/\S+' has not answered for 2 s; ", run.said), run.said
@@ -172,10 +192,10 @@ def test_results_that_freeze_in_mid_run_end_the_run_in_time(disk: Path) -> None:
     ("place", "missing"), [("session.ended", r"\d+ records?"), ("case_runner.summary_of", r"trajectory\.csv")]
 )
 def test_results_that_freeze_when_all_steps_are_committed_end_the_run_in_time(
-    disk: Path, place: str, missing: str
+    launch: Launch, place: str, missing: str
 ) -> None:
     """No signal ended it: two SIGINTs and SIGKILL did nothing until the thaw."""
-    run = Frozen(disk, 3, place=place)
+    run = launch(3, place=place)
     assert run.end(60 + LIMIT_S + ENDS_S) == ExitCode.STORAGE
     assert re.search(rf"has not answered for 2 s; not written: {missing}", run.said)
     assert "failed: 3 steps in" in run.said
@@ -186,8 +206,8 @@ def test_results_that_freeze_when_all_steps_are_committed_end_the_run_in_time(
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("place", ["", "session.ended"])
-def test_two_signals_end_a_run_whose_results_are_frozen(disk: Path, place: str) -> None:
-    run = Frozen(disk, 3 if place else 100_000, limit_s=0.0, place=place)
+def test_two_signals_end_a_run_whose_results_are_frozen(launch: Launch, place: str) -> None:
+    run = launch(3 if place else 100_000, limit_s=0.0, place=place)
     if place:
         until_s = time.monotonic() + 60
         while not _is_frozen(run):
@@ -205,15 +225,26 @@ def test_two_signals_end_a_run_whose_results_are_frozen(disk: Path, place: str) 
 def _is_frozen(run: Frozen) -> bool:
     """Whether the launcher waits for a scribe that waits for the disk."""
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    return any(process_state(int(each), os.pidfd_open(int(each))) == "D" for each in children)
+    return any(map(_waits_for_disk, map(int, children)))
+
+
+def _waits_for_disk(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended since it was listed
+        return False
+    try:
+        return process_state(pid, pidfd) == "D"
+    finally:
+        os.close(pidfd)
 
 
 @pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
-def test_a_freeze_that_passes_costs_no_worker(disk: Path) -> None:
+def test_a_freeze_that_passes_costs_no_worker(disk: Path, launch: Launch) -> None:
     """Neither was anyone put out before: the launcher stood still too. It no longer does."""
-    run = Frozen(disk, STEPS, limit_s=0.0)
+    run = launch(STEPS, limit_s=0.0)
     run.freeze_after("\nstep ")
     time.sleep(7.0)  # more than a worker may hang; etcd, whose disk it is too, takes little more
     call("fsfreeze", "-u", disk)

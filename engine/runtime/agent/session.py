@@ -297,6 +297,7 @@ def supervise(agent: Agent, server: Spawner, interrupts: Interrupts) -> None:
                 agent.look_at_clock()
                 server_pid = _look_at(server, agent, server_pid)
     if not agent.has_left:
+        _look_at(server, agent, server_pid)  # a short run may end between two ticks
         agent.close()
 
 
