@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-repairs soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -71,6 +71,11 @@ soak-churn: $(TEST_STAMP)
 # Hand-overs inside steps, each held against the check of samples: some seven minutes on one core.
 soak-inside: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --inside 20000 --first $(FIRST)
+
+# Random failures planned twice, repaired and from scratch: the same work, in no more time; some fifteen minutes on one core.
+CASES ?= 100000
+soak-repairs: $(TEST_STAMP)
+	.venv/bin/python -m tests.core.soak_repairs $(CASES) --first $(FIRST)
 
 # The dry run of every schedule in every shape, against the formulas of the literature: minutes on one core.
 soak-formulas: $(TEST_STAMP)

@@ -17,7 +17,7 @@ from itertools import dropwhile, takewhile
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.value import Kind, Value
 
 State = dict[Slot, set[tuple[str, tuple[str, ...], int]]]
@@ -378,5 +378,5 @@ def _inventory(worker: int, body: Body) -> Inventory:
         {slot: replica.counted for slot, replica in sorted(body.replicas.items()) if replica.counted},
         {slot: replica.added for slot, replica in sorted(body.replicas.items()) if replica.added},
         tuple(sorted(body.logged)),
-        tuple(sorted(body.values)),
+        ValueRuns(body.values),
     )

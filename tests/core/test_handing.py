@@ -11,7 +11,7 @@ import pytest
 from engine.core.action import Op
 from engine.core.ownership import Grid, Ownership
 from engine.core.program import planner as recovery
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.planner import PlanInput, make_plan
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program, plain
@@ -39,10 +39,10 @@ def test_the_leaver_sends_what_it_has_added_and_what_its_heir_lacks() -> None:
     """The leaver has added 0 and 1 of stage 1, sent the gradient of 0 only, and has microbatch 2 in flight."""
     heir = Inventory(
         *(HEIR, 5, _SLOTS, {(0, 0): 3}, {(0, 0): 1}),
-        values=_values(Kind.ACTIVATION, 0, 0, 1, 2) + _values(Kind.RESIDUAL, 0, 1, 2),
+        values=ValueRuns(_values(Kind.ACTIVATION, 0, 0, 1, 2) + _values(Kind.RESIDUAL, 0, 1, 2)),
     )
     kept = _values(Kind.GRADIENT, 1, 0, 1) + _values(Kind.RESIDUAL, 1, 2)
-    leaver = Inventory(LEAVER, 5, _SLOTS, {(0, 1): 3}, {(0, 1): 2}, values=kept)
+    leaver = Inventory(LEAVER, 5, _SLOTS, {(0, 1): 3}, {(0, 1): 2}, values=ValueRuns(kept))
     end = "0REDUCE_GRAD 1REDUCE_GRAD 0LOG 1LOG 0COMMIT 1COMMIT 0STEP 1STEP"
     assert drawn_program(make_plan(PlanInput(2, 4, _TWO, (heir, leaver))).program) == plain(
         f"""

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.program.inventory import Inventory, from_json, to_json
+from engine.core.program.inventory import Inventory, ValueRuns, from_json, to_json
 from engine.core.value import Kind, Value
 
 _SOME = Inventory(
@@ -17,7 +17,7 @@ _SOME = Inventory(
     counted={(0, 1): 4},
     added={(0, 1): 2},
     logged=((0, 2),),
-    values=(*(Value(Kind.ACTIVATION, 0, 1, each) for each in (0, 1, 2, 5)), Value(Kind.RESIDUAL, 0, 1, 3)),
+    values=ValueRuns((*(Value(Kind.ACTIVATION, 0, 1, each) for each in (0, 1, 2, 5)), Value(Kind.RESIDUAL, 0, 1, 3))),
 )
 _TEXT = (
     '{"worker":3,"step":7,"whole":[[0,1],[0,2]],"counted":[[0,1,4]],"added":[[0,1,2]],"logged":[[0,2]],'
@@ -32,14 +32,20 @@ def test_text_of_an_inventory() -> None:
 
 def test_order_of_what_is_given_does_not_matter() -> None:
     turned = Inventory(
-        3, 7, _SOME.whole[::-1], _SOME.counted, _SOME.added, logged=_SOME.logged, values=_SOME.values[::-1]
+        3,
+        7,
+        _SOME.whole[::-1],
+        _SOME.counted,
+        _SOME.added,
+        logged=_SOME.logged,
+        values=ValueRuns(list(_SOME.values)[::-1]),
     )
     assert to_json(turned) == _TEXT
 
 
 def test_length_does_not_grow_with_microbatches() -> None:
     values = tuple(Value(kind, 0, 3, each) for kind in (Kind.ACTIVATION, Kind.RESIDUAL) for each in range(512))
-    assert len(to_json(Inventory(3, 0, ((0, 3),), values=values))) < 150
+    assert len(to_json(Inventory(3, 0, ((0, 3),), values=ValueRuns(values)))) < 150
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -55,7 +61,7 @@ def test_round_trip(seed: int) -> None:
         {slot: order.randrange(9) for slot in slots},
         {slot: order.randrange(9) for slot in slots[1:]},
         tuple(slots[:1]),
-        tuple(sorted(values)),
+        ValueRuns(values),
     )
     assert from_json(to_json(inventory)) == inventory
 

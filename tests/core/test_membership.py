@@ -121,7 +121,7 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     assert (state.members, state.verdict, state.reason) == ((0, 2), (out,), f"worker 1 {why}")
     state = told(state, holds(31, 2, 2, "two"), holds(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
-    document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories, hosts=(0, 1))
+    document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories, hosts=(0, 1), before=(0, 1, 2))
     assert plan_document(state) == document
     state = told(state, plans(33, 0, 2, "same"))
     assert state.phase is Phase.FAILING_OVER
@@ -135,6 +135,16 @@ def test_a_death_while_gathering_begins_again() -> None:
     assert (state.phase, state.epoch, state.owners) == (Phase.FAILING_OVER, 3, (2, 2, 2))
     assert (state.inventories, state.digests) == ({}, {})
     assert recovered(state).phase is Phase.RUNNING
+
+
+def test_the_owners_when_the_step_began_stay_known_through_several_deaths() -> None:
+    """A step begins with the owners of the last commit, whoever dies in it."""
+    state = running()._replace(shadows=((2, 1), (0, 2), (1, 0)))
+    for number, victim in ((30, 1), (33, 0)):
+        state = told(state, ExitSeen(number, victim, -9))
+        assert (state.began, state.owners != state.began) == ((0, 1, 2), True)
+    state = committed(recovered(state))
+    assert state.began == state.owners == (2, 2, 2)
 
 
 def test_an_inventory_freezes() -> None:

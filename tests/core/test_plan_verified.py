@@ -7,7 +7,7 @@ from functools import lru_cache
 import pytest
 
 from engine.core.ownership import Grid, Ownership
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.planner import PlanInput, healing_in, held_at_start, make_plan
 from engine.core.program.verify import verify
 from engine.core.value import Kind, Value
@@ -24,7 +24,7 @@ _OF_PLANS = sorted(
     if "STREAM" not in kind and kind not in ("F behind I", "I behind W", "RECV_B behind I")
 )
 _ONE_LEFT = Ownership(Grid(2, 2), (0, 0))
-_HELD = Inventory(0, 5, ((0, 0), (0, 1)), {(0, 0): 2}, {(0, 0): 1}, values=(Value(Kind.RESIDUAL, 0, 0, 1),))
+_HELD = Inventory(0, 5, ((0, 0), (0, 1)), {(0, 0): 2}, {(0, 0): 1}, values=ValueRuns((Value(Kind.RESIDUAL, 0, 0, 1),)))
 _GIVEN = PlanInput(2, 4, _ONE_LEFT, (_HELD,))
 _END = "0REDUCE_GRAD 1REDUCE_GRAD 0LOG 1LOG 0COMMIT 1COMMIT 0STEP 1STEP"
 _PLAN = f"0f0 1F0 1B0 0f1 1F1 1B1 0B1 {_END}"

@@ -19,7 +19,7 @@ from engine.core.errors import InvariantError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh
 from engine.core.program import planner as recovery
 from engine.core.program.dry_run import dry_run
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.passes import with_transfers
 from engine.core.program.planner import PlanInput, held_at_start, make_plan
 from engine.core.value import Held, Kind, Value
@@ -49,7 +49,7 @@ def _compute(program: Program) -> str:
 
 def test_heir_does_the_forwards_and_backwards_of_the_victim() -> None:
     kept = _values(Kind.ACTIVATION, 0, 0, 1) + _values(Kind.RESIDUAL, 0, 0, 1)
-    plan = make_plan(PlanInput(2, 4, _ONE_LEFT, (Inventory(0, 5, _BOTH, counted={(0, 0): 2}, values=kept),)))
+    plan = make_plan(PlanInput(2, 4, _ONE_LEFT, (Inventory(0, 5, _BOTH, counted={(0, 0): 2}, values=ValueRuns(kept)),)))
     assert (plan.step, plan.adopted, plan.lost_stages) == (5, (), ())
     assert drawn_program(plan.program) == plain(
         """
@@ -60,28 +60,32 @@ def test_heir_does_the_forwards_and_backwards_of_the_victim() -> None:
 
 def test_what_nobody_holds_is_redone_without_counting_twice() -> None:
     """The activations are gone, and the first of two backwards of the victim's neighbour has been added."""
-    held = Inventory(0, 5, _BOTH, {(0, 0): 2}, {(0, 0): 1}, values=_values(Kind.RESIDUAL, 0, 1))
+    held = Inventory(0, 5, _BOTH, {(0, 0): 2}, {(0, 0): 1}, values=ValueRuns(_values(Kind.RESIDUAL, 0, 1)))
     plan = make_plan(PlanInput(2, 4, _ONE_LEFT, (held,)))
     assert _compute(plan.program) == "0: 0f0 1F0 1B0 0f1 1F1 1B1 0B1", "what had been done before comes first"
 
 
 def test_gradient_of_a_backward_that_was_added_is_redone_for_the_input_only() -> None:
     """Worker 1 has added both of stage 1; worker 0 has died with the gradients, its heir adds from the first."""
-    held = Inventory(1, 5, _BOTH, {(0, 1): 2}, {(0, 1): 2}, values=_values(Kind.RESIDUAL, 1, 0, 1))
+    held = Inventory(1, 5, _BOTH, {(0, 1): 2}, {(0, 1): 2}, values=ValueRuns(_values(Kind.RESIDUAL, 1, 0, 1)))
     plan = make_plan(PlanInput(2, 4, Ownership(Grid(2, 2), (1, 1)), (held,)))
     assert _compute(plan.program) == "1: 0F0 1I0 0B0 0F1 1I1 0B1"
 
 
 def test_weights_part_alone_when_the_input_part_was_done() -> None:
     one = Ownership(Grid(1, 1), (0,))
-    held = Inventory(0, 5, ((0, 0),), {(0, 0): 1}, values=_values(Kind.PENDING, 0, 0))
+    held = Inventory(0, 5, ((0, 0),), {(0, 0): 1}, values=ValueRuns(_values(Kind.PENDING, 0, 0)))
     assert _compute(make_plan(PlanInput(2, 4, one, (held,))).program) == "0: 0W0"
 
 
 def test_held_values_are_sent_at_the_front_in_the_order_of_need() -> None:
     ownership = Ownership(Grid(2, 2), (0, 1))
     sender = Inventory(
-        0, 5, ((0, 0),), {(0, 0): 2}, values=_values(Kind.ACTIVATION, 0, 0, 1) + _values(Kind.RESIDUAL, 0, 0, 1)
+        0,
+        5,
+        ((0, 0),),
+        {(0, 0): 2},
+        values=ValueRuns(_values(Kind.ACTIVATION, 0, 0, 1) + _values(Kind.RESIDUAL, 0, 0, 1)),
     )
     plan = make_plan(PlanInput(2, 4, ownership, (sender, Inventory(1, 5, ((0, 1),)))))
     assert drawn_program(plan.program) == plain(
@@ -122,9 +126,9 @@ def test_logs_of_tied_stages_count_only_together() -> None:
 
 def test_who_has_not_stepped_yet_catches_up_first_and_its_values_are_of_the_step_before() -> None:
     ahead = Inventory(
-        0, 5, ((0, 0),), {(0, 0): 1}, values=_values(Kind.RESIDUAL, 0, 0) + _values(Kind.ACTIVATION, 0, 0)
+        0, 5, ((0, 0),), {(0, 0): 1}, values=ValueRuns(_values(Kind.RESIDUAL, 0, 0) + _values(Kind.ACTIVATION, 0, 0))
     )
-    behind = Inventory(1, 4, ((0, 1),), {(0, 1): 2}, {(0, 1): 2}, ((0, 1),), _values(Kind.RESIDUAL, 1, 0, 1))
+    behind = Inventory(1, 4, ((0, 1),), {(0, 1): 2}, {(0, 1): 2}, ((0, 1),), ValueRuns(_values(Kind.RESIDUAL, 1, 0, 1)))
     plan = make_plan(PlanInput(2, 4, fresh(Grid(2, 2)), (ahead, behind)))
     assert _compute(plan.program) == "0: 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1"
 

@@ -42,7 +42,7 @@ def test_everybody_holds_whole_replicas_and_nothing_else() -> None:
         (1, 1, ((0, 1), (0, 2))),
         (2, 1, ((0, 0), (0, 2))),
     ]
-    assert not any((each.values, each.logged, any(each.counted.values())) != ((), (), False) for each in held)
+    assert not any((list(each.values), each.logged, any(each.counted.values())) != ([], (), False) for each in held)
 
 
 def test_that_somebody_leaves_is_foreseen_once_its_replicas_have_healed() -> None:

@@ -33,6 +33,11 @@ def check_plan(given: PlanInput, plan: Plan) -> None:
         for action in actions
         if action.op in COMPUTE_OPS
     )
+    for _, pipeline, stage, microbatch in [task for task in computed if task[0] is Op.W]:
+        parts = [(op, pipeline, stage, microbatch) for op in (Op.I, Op.W)]
+        if computed[parts[0]]:  # both parts are the whole backward
+            computed -= Counter(parts)
+            computed[Op.B, pipeline, stage, microbatch] += 1
     least = Counter(least_tasks(given))
     if computed != least:
         more, less = computed - least, least - computed

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, healed
-from engine.core.program.build import build_program
+from engine.core.program.build import baseline, build_program
 from engine.core.program.inventory import Inventory, PlanMessage, from_json
 from engine.core.program.planner import EpochPlan, PlanInput, make_plan
 from engine.core.protocol.worker_inputs import plan_epoch
@@ -65,15 +65,16 @@ def read(text: str) -> Inventory:
 
 
 @lru_cache(maxsize=4096)
-def planned(grid: Grid, told: PlanMessage) -> Planned:
+def planned(grid: Grid, schedule: str, told: PlanMessage) -> Planned:
     """Returns the plan of a document."""
-    made = plan_epoch(grid, told)
+    made = plan_epoch(grid, schedule, told)
     inventories = tuple(read(text) for _, text in told.inventories)
     given = PlanInput(told.epoch, told.committed, made.ownership, inventories)
     check_plan(given, made.plan)
     if hash(told.inventories) % 16 == 0:
         turned = tuple(_turned(each) for each in inventories)
-        if make_plan(replace(given, inventories=turned)) != made.plan:
+        base = baseline(schedule, grid, told.before) if told.before else None
+        if make_plan(replace(given, inventories=turned), base) != made.plan:
             raise Violation("the order of what is held changes the plan")
     if made.plan.lost_stages:
         return Planned(made, {})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.messages import AuditMessage
 from engine.core.ownership import Slot
-from engine.core.program.inventory import Inventory, to_json
+from engine.core.program.inventory import Inventory, ValueRuns, to_json
 from engine.core.value import Kind, Value
 from tests.simulation import provenance
 from tests.simulation.case import Violation
@@ -161,7 +161,7 @@ def _text(
     logged: tuple[Slot, ...],
     keys: tuple[int, ...],
 ) -> str:
-    values = tuple(sorted(_value(key) for key in keys))
+    values = ValueRuns(map(_value, keys))
     return to_json(Inventory(worker, step, whole, dict(counted), dict(added), logged, values))
 
 

@@ -11,6 +11,7 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from engine.core.program import build as program
+from engine.core.program import plan_repair
 from engine.core.program import planner as recovery
 from engine.core.program import remaining_tasks as lineage
 from tests.simulation import actions, plans, provenance
@@ -33,6 +34,18 @@ def _fresh_answers() -> Iterator[None]:
 def test_cases_pass_where_nothing_is_planted() -> None:
     for case in (*kills(SMALL), *kills(GROWN), *kills(GROWN_MORE), *redone(), *troubled(60)):
         assert run(case).problem == "", case.text()
+
+
+def test_untouched_worker_keeps_a_stale_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on one action too late: what stands there is a transfer that its neighbour waits for."""
+    right = plan_repair._Repair._rest
+    monkeypatch.setattr(plan_repair._Repair, "_rest", lambda self, worker: tuple(right(self, worker))[1:])
+    caught(kills(SMALL), "the plan is wrong|the plan computes")
+
+
+def test_value_that_was_under_way_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_repair._Repair, "_send_again", lambda *given: None)
+    caught(kills(SMALL), "the plan is wrong|which nobody makes|waits for")
 
 
 def test_shadow_that_does_not_apply_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,8 +150,8 @@ def test_plan_follows_the_order_of_a_set(monkeypatch: Patch) -> None:
     def plan_made(self: Worker, told: PlanMessage) -> None:
         right = plans.planned
 
-        def turned(grid: Any, told: PlanMessage) -> Any:
-            found = right(grid, told)
+        def turned(grid: Any, schedule: str, told: PlanMessage) -> Any:
+            found = right(grid, schedule, told)
             order = dict(sorted(found.plan.plan.program.items(), reverse=self.number == 1))
             digested = recovery._digested(replace(found.plan.plan, program=order))
             return found._replace(plan=found.plan._replace(plan=digested))

@@ -297,7 +297,7 @@ class Worker(Joining):
 
     def plan_made(self, told: PlanMessage) -> None:
         """Has made the plan."""
-        self.answer(inputs.PlanMade(planned(self.ownership.grid, told).plan))
+        self.answer(inputs.PlanMade(planned(self.ownership.grid, self.case.schedule, told).plan))
 
     def prepare_plan(self, output: outputs.PreparePlan) -> Answer:
         """Makes a plan in the planner thread."""
@@ -312,13 +312,14 @@ class Worker(Joining):
     def prepared(self, told: PrepareMessage) -> None:
         """Has made a plan in the planner thread."""
         if not self.puts_off(self.prepared, told):
-            made = planned(self.ownership.grid, told.plan).plan
+            made = planned(self.ownership.grid, self.case.schedule, told.plan).plan
             if not made.plan.lost_stages:
                 self.feed(inputs.PlanPrepared(told.number, made))
 
     def load_plan(self, output: outputs.LoadPlan) -> Answer:
         """Makes its share of the plan ready."""
-        self.ready = planned(self.ownership.grid, output.plan.document).shares.get(self.number, Compiled((), ()))
+        made = planned(self.ownership.grid, self.case.schedule, output.plan.document)
+        self.ready = made.shares.get(self.number, Compiled((), ()))
         return None
 
     def plan_next_step(self, output: outputs.PlanNextStep) -> Answer:

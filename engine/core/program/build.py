@@ -5,12 +5,14 @@ Each pass maps a program to a program. The order of passes is `build_program`, a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from functools import lru_cache
 from itertools import groupby
 
-from engine.core.action import Action, Op, Program
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.errors import ensure
-from engine.core.ownership import Ownership, Redundancy, Slot
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot
+from engine.core.program.dry_run import dry_run
 from engine.core.program.passes import (
     with_end_of_step,
     with_redundant_forwards,
@@ -19,6 +21,7 @@ from engine.core.program.passes import (
     with_unshards,
     with_whole_stages,
 )
+from engine.core.program.plan_repair import Baseline, baseline_of
 from engine.core.program.remaining_tasks import merged_compute
 from engine.core.program.schedule_csv import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
 from engine.core.program.schedules import SCHEDULES, ComputeLists, in_blocks, with_pairs_together
@@ -37,17 +40,59 @@ def build_program(
     otherwise the list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of their slot
     during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off.
     """
-    lists = _lists(schedule, ownership)
-    program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
-    if redundancy == "eager":
-        program = with_redundant_forwards(program, ownership, healing=healing)
-    if fsdp := ownership.grid.fsdp:
-        program = with_whole_stages(program, ownership) if lists is None else with_unshards(program, fsdp)
-    program = _for_all_workers(with_transfers(program, ownership), ownership)
-    if lists is not None and overlaps(schedule):
+    grid, owners = ownership.grid, ownership.owners
+    compute, is_scheduled = _owners_compute(schedule, grid, owners)
+    if redundancy == "eager" or grid.fsdp:
+        program = compute
+        if redundancy == "eager":
+            program = with_redundant_forwards(program, ownership, healing=healing)
+        if grid.fsdp:
+            program = with_unshards(program, grid.fsdp) if is_scheduled else with_whole_stages(program, ownership)
+        program = with_transfers(program, ownership)
+    else:
+        program = owners_program(schedule, grid, owners)
+    program = _for_all_workers(program, ownership)
+    if is_scheduled and overlaps(schedule):
         program = with_pairs_together(program)
     program = with_streams(program, ownership, log_every, healing)
     return with_end_of_step(program, ownership, healing=healing)
+
+
+@lru_cache(maxsize=4)
+def owners_program(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Program:
+    """Returns the compute actions of a step by the owners alone, with their transfers; no stage is in shards."""
+    return with_transfers(_owners_compute(schedule, grid, owners)[0], Ownership(grid, owners))
+
+
+@lru_cache(maxsize=4)
+def baseline(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Baseline | None:
+    """Returns what the repair of a step with these owners looks up; None if such a step is always planned from scratch.
+
+    It is if stages are in shards, and if all workers run all their forwards first: merged in that order, two stages
+    take up to a fifth longer than in the order of the planner.
+    """
+    if grid.fsdp:
+        return None
+    program = owners_program(schedule, grid, owners)
+    if all(map(_runs_forwards_first, program.values())):
+        return None
+    starts: dict[int, list[float]] = {worker: [] for worker in program}
+    for start, _, worker, _ in dry_run(program, Ownership(grid, owners)).spans:
+        starts[worker].append(start)
+    return baseline_of(program, starts, grid, owners)
+
+
+def _runs_forwards_first(actions: Iterable[Action]) -> bool:
+    are_forwards = [op in FORWARD_OPS for _, op, _, _ in actions if op in COMPUTE_OPS]
+    return all(are_forwards[: sum(are_forwards)])
+
+
+@lru_cache(maxsize=4)
+def _owners_compute(schedule: str, grid: Grid, owners: tuple[int, ...]) -> tuple[Program, bool]:
+    """Returns the compute actions of the owners, and whether the schedule orders them, not the list scheduler."""
+    ownership = Ownership(grid, owners)
+    lists = _lists(schedule, ownership)
+    return (merged_compute(ownership), False) if lists is None else (on_owners(lists, ownership), True)
 
 
 def overlaps(schedule: str) -> bool:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import ToAgent, ToWorker, message
@@ -23,6 +24,62 @@ from engine.core.ownership import Slot
 from engine.core.value import Kind, Value
 
 _LISTED = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.PENDING})
+
+IndexRun = tuple[int, int]  # first and last microbatch
+
+
+class ValueRuns:
+    """Values of one worker as runs of successive microbatches, sorted, by kind and slot."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self, values: Iterable[Value] = ()):
+        self._runs: dict[tuple[Kind, int, int], tuple[IndexRun, ...]] = {
+            (kind, pipeline, stage): tuple(_runs(value.index for value in of_slot))
+            for (kind, pipeline, stage), of_slot in groupby(sorted(values), key=itemgetter(0, 1, 2))
+        }
+
+    @classmethod
+    def of_runs(cls, lines: Iterable[tuple[Kind, int, int, tuple[IndexRun, ...]]]) -> ValueRuns:
+        """Returns the values of some lines: kind, pipeline, stage, and runs that follow each other with gaps."""
+        values = cls()
+        values._runs = {(kind, pipeline, stage): runs for kind, pipeline, stage, runs in lines}
+        return values
+
+    def __iter__(self) -> Iterator[Value]:
+        for (kind, pipeline, stage), runs in self._runs.items():
+            for first, last in runs:
+                yield from (Value(kind, pipeline, stage, index) for index in range(first, last + 1))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ValueRuns) and self._runs == other._runs
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._runs.items()))
+
+    def __repr__(self) -> str:
+        return f"ValueRuns({list(self)})"
+
+    def lines(self) -> Iterator[tuple[Kind, int, int, tuple[IndexRun, ...]]]:
+        """Yields kind, pipeline and stage with their runs, sorted."""
+        return ((*owned, runs) for owned, runs in sorted(self._runs.items()))
+
+    def runs(self, kind: Kind, slot: Slot) -> tuple[IndexRun, ...]:
+        """Returns the first and the last microbatch of each run of one kind and slot."""
+        return self._runs.get((kind, *slot), ())
+
+    def has(self, kind: Kind, slot: Slot, index: int) -> bool:
+        """Whether the value of one microbatch is among them."""
+        return any(first <= index <= last for first, last in self.runs(kind, slot))
+
+    def has_all(self, kind: Kind, slot: Slot, start: int, stop: int) -> bool:
+        """Whether the values of the microbatches from `start` to before `stop` are among them."""
+        return start >= stop or any(first <= start and stop - 1 <= last for first, last in self.runs(kind, slot))
+
+    def since(self, kind: Kind, slot: Slot, start: int) -> Iterator[int]:
+        """Yields the microbatches from `start` on."""
+        for first, last in self.runs(kind, slot):
+            yield from range(max(first, start), last + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +92,7 @@ class Inventory:
     counted: Mapping[Slot, int] = field(default_factory=dict)
     added: Mapping[Slot, int] = field(default_factory=dict)
     logged: tuple[Slot, ...] = ()
-    values: tuple[Value, ...] = ()  # activations, gradients, residuals and pendings, sorted
+    values: ValueRuns = field(default_factory=ValueRuns)  # activations, gradients, residuals and pendings
 
 
 def to_json(inventory: Inventory) -> str:
@@ -48,8 +105,7 @@ def to_json(inventory: Inventory) -> str:
         "added": [[*slot, count] for slot, count in sorted(inventory.added.items())],
         "logged": sorted(inventory.logged),
         "values": [
-            [*owned, *(list(run) for run in _runs(value.index for value in values))]
-            for owned, values in groupby(sorted(inventory.values), key=lambda value: value[:3])
+            [kind, pipeline, stage, *map(list, runs)] for kind, pipeline, stage, runs in inventory.values.lines()
         ],
     }
     return json.dumps(held, separators=(",", ":"))
@@ -66,7 +122,7 @@ def from_json(text: str) -> Inventory:
             {(pipeline, stage): count for pipeline, stage, count in held["counted"]},
             {(pipeline, stage): count for pipeline, stage, count in held["added"]},
             tuple((pipeline, stage) for pipeline, stage in held["logged"]),
-            tuple(value for line in held["values"] for value in _values_of(*line)),
+            ValueRuns.of_runs(_line_of(*line) for line in held["values"]),
         )
         same = all(type(each) is int and each >= 0 for each in _numbers(inventory)) and to_json(inventory) == text
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -76,18 +132,24 @@ def from_json(text: str) -> Inventory:
     return inventory
 
 
-def _runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _runs(indices: Iterable[int]) -> Iterator[IndexRun]:
     """Yields the first and the last of each run of successive numbers."""
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
         yield numbers[0], numbers[-1]
 
 
-def _values_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> Iterator[Value]:
+def _line_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> tuple[Kind, int, int, tuple[IndexRun, ...]]:
     if kind not in _LISTED:
         raise ValueError(f"{kind!r} is not a kind that an inventory lists")
-    for first, last in runs:
-        yield from (Value(Kind(kind), pipeline, stage, index) for index in range(first, last + 1))
+    last = -2
+    if not runs:
+        raise ValueError(f"no run of {kind!r} of stage {stage}")
+    for start, stop in runs:
+        if not last + 1 < start <= stop:
+            raise ValueError(f"{[start, stop]} is no run of microbatches behind {last}")
+        last = stop
+    return Kind(kind), pipeline, stage, tuple((start, stop) for start, stop in runs)
 
 
 def _numbers(inventory: Inventory) -> Iterator[int]:
@@ -96,8 +158,8 @@ def _numbers(inventory: Inventory) -> Iterator[int]:
         yield from slot
     yield from inventory.counted.values()
     yield from inventory.added.values()
-    for value in inventory.values:
-        yield from value[1:]
+    for _, pipeline, stage, runs in inventory.values.lines():
+        yield from (pipeline, stage, *(each for run in runs for each in run))
 
 
 # The control messages of a recovery: inventories, the document of a plan, and the digest of the plan that was made.
@@ -118,6 +180,7 @@ class PlanMessage(ToWorker):
     inventories: tuple[tuple[int, str], ...]  # worker and text
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot, which becomes a shadow; empty if no slot is to move
     hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
+    before: tuple[int, ...] = ()  # the owners when the open step began
 
 
 @message

@@ -445,7 +445,7 @@ def with_end_of_step(
     """
     there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
     return {
-        worker: (*_with_heals(worker, actions, ownership, healing), *_end(worker, ownership, there))
+        worker: (*_with_heals(worker, actions, ownership, healing), *end_of_step(worker, ownership, there))
         for worker, actions in program.items()
     }
 
@@ -469,7 +469,8 @@ def _heals(slots: Collection[Slot]) -> list[Action]:
     return [Action(stage, Op.HEAL, pipeline=pipeline) for pipeline, stage in _by_stage(slots)]
 
 
-def _end(worker: int, ownership: Ownership, there: Collection[Held]) -> list[Action]:
+def end_of_step(worker: int, ownership: Ownership, there: Collection[Held] = ()) -> list[Action]:
+    """Returns the actions of a worker behind its backwards; `there` are the REDUCED and LOGGED values that are held."""
     owned, shadowed = _by_stage(ownership.slots_of(worker)), _by_stage(ownership.shadowed_by(worker))
     first = {stage: (pipeline, stage) for pipeline, stage in reversed(owned)}
     end = [

@@ -8,6 +8,9 @@ needs none either: the planner runs again, on new inventories.
 
     inventories -> tasks that are left -> order on each worker, replay first -> transfers -> end of the step
 
+Where the programs that were running can go on, only what the failure touched is planned (`plan_repair.py`); the plan
+that is made from scratch stays as its measure.
+
 Inventories decide, not the ownership: a replica counts if it is whole. The LOGGED values of a group of tied stages
 count only if the owners of all slots of the group hold them; else the accumulators go on from their counters.
 """
@@ -16,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
@@ -25,7 +29,8 @@ from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dependencies import carried
 from engine.core.program.dry_run import refuse_stuck
 from engine.core.program.inventory import Inventory, PlanMessage
-from engine.core.program.passes import with_end_of_step, with_transfers, with_whole_stages
+from engine.core.program.passes import end_of_step, with_end_of_step, with_transfers, with_whole_stages
+from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
 from engine.core.value import WIRE, Held, Kind, Value
 
@@ -58,15 +63,19 @@ def hands_in(
     ownership: Ownership, step: int, inventories: Iterable[Inventory], done: Collection[Slot]
 ) -> tuple[Hand, ...]:
     """Returns the accumulators to hand off in `step`, by slot; none for slots that are `done`."""
-    held = {each.worker: each for each in inventories if each.step == step}
-    hands = []
-    for slot in ownership.grid.slots():
-        added = {worker: each.added.get(slot, 0) for worker, each in held.items() if slot in each.whole}
-        taker = ownership.owner(*slot)
-        most = max(added.values(), default=0)
-        if slot not in done and most > added.get(taker, 0):
-            hands.append(Hand(min(worker for worker, each in added.items() if each == most), taker, slot, most))
-    return tuple(hands)
+    most: dict[Slot, tuple[int, int]] = {}  # backwards added, and the worker, negated: the lowest of several
+    owned: dict[Slot, int] = {}
+    for held in inventories:
+        for slot, added in held.added.items() if held.step == step else ():
+            if slot in held.whole:
+                most[slot] = max(most.get(slot, (0, 0)), (added, -held.worker))
+                if ownership.owner(*slot) == held.worker:
+                    owned[slot] = added
+    return tuple(
+        Hand(-giver, ownership.owner(*slot), slot, added)
+        for slot, (added, giver) in sorted(most.items())
+        if slot not in done and added > owned.get(slot, 0)
+    )
 
 
 def held_after(held: Sequence[Held], hands: Iterable[Hand]) -> tuple[Held, ...]:
@@ -105,6 +114,7 @@ class Plan:
     adopted: tuple[Slot, ...]
     lost_stages: tuple[int, ...]  # stages without a whole replica at an owner: the step cannot be finished
     digest: str  # SHA-256 over all of it, the same on every member
+    is_repair: bool = False  # values go between the peers of a whole step only
 
 
 class EpochPlan(NamedTuple):
@@ -125,8 +135,11 @@ class PlanInput:
     inventories: tuple[Inventory, ...]  # of every member, by worker
 
 
-def make_plan(source: PlanInput) -> Plan:
-    """Returns the plan; its program has passed a dry run. Raises InvariantError if the input is impossible."""
+def make_plan(source: PlanInput, base: Baseline | None = None) -> Plan:
+    """Returns the plan; its program cannot deadlock. Raises InvariantError if the input is impossible.
+
+    The plan is a repair of `base`, the program with which the step began, if that works, and else made from scratch.
+    """
     _refuse_impossible(source)
     ownership, step = source.ownership, source.committed + 1
     whole = {inventory.worker: frozenset(inventory.whole) for inventory in source.inventories}
@@ -135,16 +148,36 @@ def make_plan(source: PlanInput) -> Plan:
     lost = {slot[1] for slot, stages in replacements.items() if ownership.grid.fsdp or slot[1] not in stages}
     if lost:
         return _digested(Plan(step, {}, (), tuple(sorted(lost)), ""))
+    if base is not None and (program := _repaired(source, base)) is not None:
+        return _digested(Plan(step, program, adopted, (), "", is_repair=True), program.decisions())
+    return replanned(source, adopted)
+
+
+def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
+    """Returns the plan made from scratch, from what workers hold alone; its program has passed a dry run."""
+    ownership, step = source.ownership, source.committed + 1
     done, hands, held = _done(source), _hands(source), held_at_start(source)
     there = held_after(held, hands)
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
-    members = {worker: compute.get(worker, ()) for worker in whole}
+    members = {inventory.worker: compute.get(inventory.worker, ()) for inventory in source.inventories}
     members = with_whole_stages(members, ownership) if ownership.grid.fsdp else members
     sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
     program = with_end_of_step(sent, ownership, held, healing_in(source))
     refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
+
+
+def _repaired(source: PlanInput, base: Baseline) -> RepairedProgram | None:
+    if _done(source) or _hands(source) or healing_in(source):
+        return None
+    end = partial(end_of_step, ownership=source.ownership)
+    program = repaired(base, source.ownership, source.committed + 1, source.inventories, end)
+    held = {inventory.worker: inventory for inventory in source.inventories}
+    for worker, actions in () if program is None else program.rewritten.items():
+        taken = ((WIRE, carried(action)) for action in actions if action.op in RECEIVE_OPS)
+        refuse_stuck({worker: actions}, source.ownership, (*_held_by(held[worker], source), *taken))
+    return program
 
 
 def _refuse_impossible(source: PlanInput) -> None:
@@ -206,15 +239,11 @@ def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
         if inventory.step == source.committed:
             continue  # it first takes the committed optimizer step, which drops all its values
         worker = inventory.worker
-        yield from ((worker, value) for value in inventory.values)
         for slot in ownership.slots_of(worker):
             if slot in done:
                 reduced = Value(Kind.REDUCED, *slot)
                 yield from ((worker, reduced), (WIRE, reduced), (worker, Value(Kind.LOGGED, *slot)))
-            if slot in inventory.whole:
-                for kind, counts in ((Kind.COUNTED, inventory.counted), (Kind.ADDED, inventory.added)):
-                    if counts.get(slot, 0):
-                        yield worker, Value(kind, *slot, counts[slot] - 1)
+        yield from _held_by(inventory, source)
         for slot in ownership.shadowed_by(worker):
             if slot in done and slot in inventory.logged:
                 yield worker, Value(Kind.LOGGED, *slot)
@@ -222,12 +251,23 @@ def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
         yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
 
 
-def _digested(plan: Plan) -> Plan:
-    lines = [
-        f"step {plan.step}",
-        f"adopted {plan.adopted}",
-        f"lost {plan.lost_stages}",
-        *(f"{worker} {' '.join(map(str, actions))}" for worker, actions in plan.program.items()),
-    ]
+def _held_by(inventory: Inventory, source: PlanInput) -> Iterator[Held]:
+    """Yields what a worker of the open step holds: its values, and the counters of the slots that it owns."""
+    if inventory.step == source.committed:
+        return
+    worker = inventory.worker
+    yield from ((worker, value) for value in inventory.values)
+    for slot in source.ownership.slots_of(worker):
+        if slot in inventory.whole:
+            for kind, counts in ((Kind.COUNTED, inventory.counted), (Kind.ADDED, inventory.added)):
+                if counts.get(slot, 0):
+                    yield worker, Value(kind, *slot, counts[slot] - 1)
+
+
+def _digested(plan: Plan, program: Iterable[str] | None = None) -> Plan:
+    """Returns the plan with its digest; `program` is the text that decides its program, or None for all of that."""
+    if program is None:
+        program = (f"{worker} {' '.join(map(str, actions))}" for worker, actions in plan.program.items())
+    lines = (f"step {plan.step}", f"adopted {plan.adopted}", f"lost {plan.lost_stages}", *program)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return Plan(plan.step, plan.program, plan.adopted, plan.lost_stages, digest)
+    return replace(plan, digest=digest)

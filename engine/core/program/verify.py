@@ -198,8 +198,13 @@ class Duties:
         """Returns the rule that an action of its slot's owner breaks in a plan, if the rest of the step lacks it."""
         stage, op, microbatch, pipeline = action
         counted = microbatch < self._progress.get((Kind.COUNTED, pipeline, stage), 0)
-        if op in RECEIVE_OPS or op is Op.I or (op is Op.REDO_F and counted):
+        if op in RECEIVE_OPS or (op is Op.REDO_F and counted):
             return ""
+        if op is Op.I:  # for its gradient alone, if the microbatch has been added, or the other part is left
+            is_added = microbatch < self._progress.get((Kind.ADDED, pipeline, stage), 0)
+            is_added = is_added or _is_done((pipeline, stage), self._ownership, self._there)
+            half = self._ownership.owner(pipeline, stage), Value(Kind.PENDING, pipeline, stage, microbatch)
+            return "" if is_added or half in self._there else _IN_ANOTHER_FORM
         if op is Op.REDO_F:
             return "runs a forward again that has not been counted"
         if op is Op.F and not counted and _is_done((pipeline, stage), self._ownership, self._there):

@@ -72,6 +72,7 @@ def plan_document(state: State) -> PlanMessage:
         state.shadows,
         wanted=state.wanted_at_start,
         hosts=_hosts(state),
+        before=state.began,
         inventories=tuple(sorted(state.inventories.items())),
     )
 
@@ -105,25 +106,25 @@ _COLUMNS = (
 )
 # fmt: off
 _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
-    #                  forming         restarting    running         gathering       draining        over
-    ReadyMessage:     (joins_first,    _ENDING,      joins,          joins,          joins,          _OVER),
-    WaitingMessage:   (waits,          _ENDING,      waits,          waits,          waits,          _OVER),
-    HeartbeatMessage: (is_heard,       _ENDING,      is_heard,       is_heard,       is_heard,       _OVER),
-    SuspicionMessage: (suspects,       _ENDING,      suspects,       suspects,       suspects,       _OVER),
-    ExitSeen:         (ends_early,     _ENDING,      ends_early,     ends,           ends,           _OVER),
-    LeaseExpired:     (loses_node_early, _ENDING,    loses_node_early, loses_node,   loses_node,     _OVER),
-    InventoryMessage: (_UNASKED,       _ENDING,      _LATE,          is_inventoried, _LATE,          _OVER),
-    PlannedMessage:   (_UNASKED,       _ENDING,      _LATE,          agrees,         _LATE,          _OVER),
-    StepCommitted:    (_UNTRAINED,     _ENDING,      commits,        _FROZEN,        _LATE,          _OVER),
-    Notice:           (leaves_early,   leaves_early, leaves,         leaves,         _OVER,          _OVER),
-    HandOver:         (_UNTRAINED,     _ENDING,      hands_over,     _FROZEN,        _OVER,          _OVER),
-    Departure:        (_UNTRAINED,     _ENDING,      departs,        _FROZEN,        _OVER,          _OVER),
-    WantedOwners:           (wants,          _ENDING,      wants,          wants,          _OVER,          _OVER),
-    MemoryShortage:          (must_wait,      _ENDING,      must_wait,      must_wait,      must_wait,      _OVER),
-    FinishedMessage:  (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
-    Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
-    Takeover:        (_UNLOST,        _UNLOST,      takes_over_early, takes_over,   takes_over_at_end, _OVER),
-    JobRestart:        (_LATE,          is_restarted, _STARTED,       _STARTED,       _STARTED,       _OVER),
+    #                  forming           restarting    running           gathering       draining           over
+    ReadyMessage:     (joins_first,      _ENDING,      joins,            joins,          joins,             _OVER),
+    WaitingMessage:   (waits,            _ENDING,      waits,            waits,          waits,             _OVER),
+    HeartbeatMessage: (is_heard,         _ENDING,      is_heard,         is_heard,       is_heard,          _OVER),
+    SuspicionMessage: (suspects,         _ENDING,      suspects,         suspects,       suspects,          _OVER),
+    ExitSeen:         (ends_early,       _ENDING,      ends_early,       ends,           ends,              _OVER),
+    LeaseExpired:     (loses_node_early, _ENDING,      loses_node_early, loses_node,     loses_node,        _OVER),
+    InventoryMessage: (_UNASKED,         _ENDING,      _LATE,            is_inventoried, _LATE,             _OVER),
+    PlannedMessage:   (_UNASKED,         _ENDING,      _LATE,            agrees,         _LATE,             _OVER),
+    StepCommitted:    (_UNTRAINED,       _ENDING,      commits,          _FROZEN,        _LATE,             _OVER),
+    Notice:           (leaves_early,     leaves_early, leaves,           leaves,         _OVER,             _OVER),
+    HandOver:         (_UNTRAINED,       _ENDING,      hands_over,       _FROZEN,        _OVER,             _OVER),
+    Departure:        (_UNTRAINED,       _ENDING,      departs,          _FROZEN,        _OVER,             _OVER),
+    WantedOwners:     (wants,            _ENDING,      wants,            wants,          _OVER,             _OVER),
+    MemoryShortage:   (must_wait,        _ENDING,      must_wait,        must_wait,      must_wait,         _OVER),
+    FinishedMessage:  (_UNASKED,         _ENDING,      _UNDONE,          _UNDONE,        is_done,           _OVER),
+    Tick:             (looks_at_clock,   _ENDING,      looks_at_clock,   looks_at_clock, looks_at_clock,    _OVER),
+    Takeover:         (_UNLOST,          _UNLOST,      takes_over_early, takes_over,     takes_over_at_end, _OVER),
+    JobRestart:       (_LATE,            is_restarted, _STARTED,         _STARTED,       _STARTED,          _OVER),
 }
 # fmt: on
 

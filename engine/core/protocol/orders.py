@@ -279,7 +279,7 @@ def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
     """Returns the inventory of a worker at the boundary before `step`, after a step with this ownership."""
     slots = tuple(sorted(ownership.held_by(worker)))
     nothing = dict.fromkeys(slots, 0)
-    return Held(worker, step, slots, nothing, nothing, (), ())
+    return Held(worker, step, slots, nothing, nothing)
 
 
 # The orders.

@@ -212,6 +212,7 @@ class State(NamedTuple):
     phase: Phase = Phase.FORMING
     epoch: int = 0
     committed: int = -1  # the last committed step, -1 before step 0
+    began: tuple[int, ...] = ()  # the owners when the open step began
     verdict: Verdict = ()  # the workers that are out with this epoch
     reason: str = "the job begins"  # of this epoch, or of the halt
     planned: bool = False  # this epoch was made at a step boundary for a notice or a move: no worker has failed
@@ -314,7 +315,7 @@ def begin(
     """Returns the initial state: all workers are started, none has joined."""
     members = tuple(sorted(set(owners)))
     first = State(options, owners, shadows, members, last_step, **_just_now((), now_ns))
-    return first._replace(committed=options.begun)
+    return first._replace(committed=options.begun, began=owners)
 
 
 def _just_now(workers: Iterable[int], now_ns: int) -> dict[str, Any]:

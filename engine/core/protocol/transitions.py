@@ -280,6 +280,7 @@ def commits(state: State, event: events.StepCommitted) -> State:
         return state
     new = state._replace(
         committed=event.step,
+        began=state.owners,
         shadows=event.shadows or state.shadows,
         patient=event.patient,
         repeats={},

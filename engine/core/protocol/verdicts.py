@@ -91,6 +91,7 @@ def new_epoch(
         epoch=state.epoch + 1,
         members=tuple(worker for worker in state.members if worker not in out),
         owners=inherited.owners,
+        began=inherited.owners if phase is Phase.RECONFIGURING else state.began,
         shadows=inherited.shadows,
         verdict=tuple(out.values()),
         reason=reason or in_words(out.values()),

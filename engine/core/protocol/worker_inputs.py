@@ -13,6 +13,7 @@ from typing import NamedTuple
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMessage
 from engine.core.ownership import Grid, Ownership
+from engine.core.program.build import baseline
 from engine.core.program.inventory import PlanMessage, from_json
 from engine.core.program.planner import EpochPlan, PlanInput, make_plan
 
@@ -173,9 +174,10 @@ def without(inbox: Inbox, message: ToWorker) -> Inbox:
     return inbox._replace(waiting=tuple(each for each in inbox.waiting if each is not message))
 
 
-def plan_epoch(grid: Grid, document: PlanMessage) -> EpochPlan:
+def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
     """Returns the plan that follows from a document, the same on all members; raises InvariantError if impossible."""
     ownership = Ownership(grid, document.owners, document.shadows)
     inventories = tuple(from_json(text) for _, text in document.inventories)
     source = PlanInput(document.epoch, document.committed, ownership, inventories)
-    return EpochPlan(document, ownership, make_plan(source))
+    base = baseline(schedule, grid, document.before) if document.before else None
+    return EpochPlan(document, ownership, make_plan(source, base))

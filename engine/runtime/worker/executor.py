@@ -20,7 +20,7 @@ from engine.core.faults.fault import When
 from engine.core.messages import CommitMessage
 from engine.core.program.ballot import ComputeTimes
 from engine.core.program.dependencies import carried, needed
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.schedules import OVERLAPS, Overlap, pairs_of
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
@@ -298,7 +298,7 @@ class Executor:
             {slot: stage.counted for slot, stage in stages.items()},
             {slot: stage.added for slot, stage in stages.items()},
             tuple(slot for slot in stages if slot in self.end.logged),
-            tuple(sorted([*self.value_store.values(), *kept])),
+            ValueRuns([*self.value_store.values(), *kept]),
         )
 
     def _forward(self, action: Action, step: int) -> None:

@@ -25,7 +25,8 @@ from engine.core.action import Action, Program
 from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot, healed
-from engine.core.program.build import build_program
+from engine.core.program.build import baseline, build_program
+from engine.core.program.dependencies import peers_program
 from engine.core.program.inventory import PrepareMessage, to_json
 from engine.core.program.planner import EpochPlan
 from engine.core.protocol import worker_inputs as inputs
@@ -112,7 +113,7 @@ class PlannerThread:
         prepared = next((program for each, program in self._prepared if each is plan), None)
         if prepared is not None:
             return prepared
-        return self._part(plan.plan.program, plan.ownership)
+        return self._part(plan.plan.program, plan.ownership, among_peers=plan.plan.is_repair)
 
     def default_program(
         self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
@@ -120,14 +121,16 @@ class PlannerThread:
         """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
         job = self._context.job
         program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every)
-        return self._part(program, ownership)
+        return self._part(program, ownership, among_peers=True)
 
     def usual_actions(self, ownership: Ownership) -> tuple[Action, ...]:
         """Returns the actions of this worker in a whole step."""
         return tuple(action for action, _ in self.default_program(ownership).actions)
 
-    def _part(self, program: Program, ownership: Ownership) -> WorkerProgram:
+    def _part(self, program: Program, ownership: Ownership, *, among_peers: bool) -> WorkerProgram:
         context, has_tags = self._context, self._context.job.backend != "nccl"
+        if among_peers and has_tags:  # without tags all transfers have one order
+            program = peers_program(context.worker, program, ownership)
         return worker_program(context.worker, program, ownership, context.borders, has_tags=has_tags)
 
     def prepare(self, told: PrepareMessage) -> None:
@@ -140,7 +143,7 @@ class PlannerThread:
     def _prepare(self, told: PrepareMessage) -> None:
         context = self._context
         with self._turn_in(told.plan.committed):  # the step whose commit begins the epoch
-            plan = plan_epoch(self._grid, told.plan)
+            plan = plan_epoch(self._grid, self._context.job.schedule, told.plan)
             if plan.plan.lost_stages:
                 return
             self._prepared.append((plan, self.worker_program(plan)))
@@ -148,6 +151,18 @@ class PlannerThread:
             self._protocol.feed_aside(PlanPrepared(told.number, plan))
             kept = self._protocol.state.prepared
             self._prepared = [each for each in self._prepared if any(each[0] is other for other in kept)]
+
+    def prepare_repair(self, ownership: Ownership, step: int) -> None:
+        """Begins to compute what the repair of a step with these owners looks up, if it may come to that."""
+        job, grid = self._context.job, self._grid
+        if job.redundancy == "none" and grid.pipelines == 1:
+            return
+
+        def prepare() -> None:
+            with self._turn_in(step):
+                baseline(job.schedule, grid, ownership.owners)
+
+        self._thread.submit(prepare).add_done_callback(_log_error)
 
     def plan_next_step(self, given: PlanNextStep) -> None:
         """Starts to plan the step after the one that is about to begin."""
@@ -252,7 +267,9 @@ class Training:
             outputs.LeaveNextGroups: lambda leave: self._next_groups.leave(leave.keys),
             outputs.PreparePlan: lambda order: self._planner.prepare(order.order),
             outputs.EnterNextGroup: self._enter_next_group,
-            outputs.MakePlan: lambda make: inputs.PlanMade(plan_epoch(self._grid, make.document)),
+            outputs.MakePlan: lambda make: inputs.PlanMade(
+                plan_epoch(self._grid, self.context.job.schedule, make.document)
+            ),
             outputs.LoadPlan: self._load_plan,
             outputs.PlanNextStep: self._plan_next_step,
             outputs.TakeNextStep: self._take_next_step,
@@ -357,13 +374,17 @@ class Training:
     def _take_next_step(self, output: outputs.TakeNextStep) -> inputs.Input:
         next_step = self._planner.next_step()
         self._made_ready = next_step.worker_program
+        self._planner.prepare_repair(next_step.ownership, self._executor.step)
         return inputs.NextStepMade(next_step.ownership, next_step.is_healing)
 
     def _enter(self, output: outputs.Enter) -> None:
         program, self._made_ready = self._made_ready, None
         self._plane.epoch = self.context.control.accepted
         self._ownership = output.ownership
-        self._executor.enter(self._plane, program or self._planner.default_program(output.ownership))
+        if program is None:
+            program = self._planner.default_program(output.ownership)
+            self._planner.prepare_repair(output.ownership, self._executor.step)
+        self._executor.enter(self._plane, program)
 
     # A step
 

@@ -1,0 +1,399 @@
+"""Plan repair: the plan of a recovery from the program that was running, at the cost of what the failure touched.
+
+The planner (`planner.py`) plans all that is left of a step. Most of it is known: a worker that keeps its slots goes on
+with the rest of its program. So only the programs of the successors are rewritten. A value that was on its way at the
+fence is sent again, in front. Suppose worker 2 died, the owner of stage 2, and worker 1 is its successor:
+
+    worker 0   0SEND_F4  0F5 0SEND_F5 ...             what was on its way, then the rest of its program
+    worker 1   2F3 2SEND_F3 2B2 1B2 1RECV_F4 1F4 ...  merged: the rest of its own program, and what is left of stage 2
+    worker 3   3SEND_B2  3RECV_F3 3F3 ...             as worker 0; the activations come from worker 1 now
+
+The order of a successor is that of the starts in a dry run of a whole step. So all programs are in the order of one run
+without a failure, and no worker waits in a circle. Work that is redone stands in front, because it started first.
+
+Inventories decide here too: a worker has done what it has counted, and it is where its program has that behind it.
+`repaired` returns None where the planner has to plan the step: a worker that lost a slot while it lives, a value that
+its maker no longer holds, a backward that is half done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.core.action import (
+    COMPUTE_OPS,
+    FORWARD_OPS,
+    RECEIVE_OPS,
+    SEND_OPS,
+    Action,
+    Op,
+    Program,
+    make_action,
+    ops_that_make,
+)
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.program.dependencies import RECEIVES, SENDS
+from engine.core.program.inventory import Inventory
+from engine.core.value import Kind
+
+_FURTHER = {Kind.ACTIVATION: 1, Kind.GRADIENT: -1}  # stages, from the slot that makes a value to the one that takes it
+_CARRIES = {op: kind for ops in (SENDS, RECEIVES) for kind, op in ops.items()}
+_MAKES = {op: kind for kind in _FURTHER for op in ops_that_make(kind) & COMPUTE_OPS}
+_TAKES = {op: Kind.ACTIVATION if op in FORWARD_OPS else Kind.GRADIENT for op in _MAKES}
+
+
+# The baseline: the program of a whole step by the owners alone, with all that a repair looks up in it.
+@dataclass(frozen=True, slots=True)
+class SlotLines:
+    """The positions of a slot's actions in its owner's program, by microbatch."""
+
+    forward: list[int]
+    for_input: list[int]  # of the backward, or of its part for the input
+    adding: list[int]  # of the backward, or of its part for the weights
+    receives: dict[Kind, list[int]]  # of the values that the slot takes, if another worker makes them
+    sends: dict[Kind, list[int]]  # of the values that it makes, if another worker takes them
+
+    def taking(self, kind: Kind) -> list[int]:
+        """Returns the positions of the actions that take values of a kind."""
+        return self.forward if kind is Kind.ACTIVATION else self.for_input
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Baseline:
+    """The compute actions and transfers of a whole step, with the start of each in a dry run."""
+
+    owners: tuple[int, ...]
+    program: Program
+    starts: Mapping[int, Sequence[float]]
+    lines: Mapping[Slot, SlotLines]
+    slots: Mapping[int, tuple[Slot, ...]]  # of each owner
+
+
+def baseline_of(
+    program: Program, starts: Mapping[int, Sequence[float]], grid: Grid, owners: tuple[int, ...]
+) -> Baseline:
+    """Returns the baseline of a program; `starts` are those of each worker's actions in a dry run."""
+
+    def nowhere() -> list[int]:
+        return [-1] * grid.microbatches
+
+    def transfers() -> dict[Kind, list[int]]:
+        return {kind: nowhere() for kind in _FURTHER}
+
+    lines = {slot: SlotLines(nowhere(), nowhere(), nowhere(), transfers(), transfers()) for slot in grid.slots()}
+    slots: dict[int, list[Slot]] = {worker: [] for worker in program}
+    for slot, owner in zip(grid.slots(), owners, strict=True):
+        slots[owner].append(slot)
+    for actions in program.values():
+        for position, (stage, op, microbatch, pipeline) in enumerate(actions):
+            line = lines[pipeline, stage]
+            if op in RECEIVE_OPS:
+                line.receives[_CARRIES[op]][microbatch] = position
+            elif op in SEND_OPS:
+                line.sends[_CARRIES[op]][microbatch] = position
+            elif op in FORWARD_OPS:
+                line.forward[microbatch] = position
+            elif op in COMPUTE_OPS:
+                if op in _MAKES:
+                    line.for_input[microbatch] = position
+                if op is not Op.I:
+                    line.adding[microbatch] = position
+    return Baseline(owners, program, starts, lines, {worker: tuple(mine) for worker, mine in slots.items()})
+
+
+# The repair. It ends with the first thing that it cannot do.
+class _Unrepairable(Exception):
+    """The planner has to plan the step."""
+
+
+def _require(condition: object, why: str) -> None:
+    if not condition:
+        raise _Unrepairable(why)
+
+
+class RepairedProgram(Mapping[int, tuple[Action, ...]]):
+    """The programs of all members; that of a worker that keeps its slots is put together when it is asked for."""
+
+    def __init__(self, repair: _Repair, end_of_step: Callable[[int], Iterable[Action]]):
+        self._repair, self._end_of_step = repair, end_of_step
+        self._known: dict[int, tuple[Action, ...]] = {}
+
+    def __getitem__(self, worker: int) -> tuple[Action, ...]:
+        if worker not in self._known:
+            if worker not in self._repair.inventories:
+                raise KeyError(worker)
+            self._known[worker] = (*self._repair.rest_of(worker), *self._end_of_step(worker))
+        return self._known[worker]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._repair.inventories)
+
+    def __len__(self) -> int:
+        return len(self._repair.inventories)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    __hash__ = None  # type: ignore[assignment] # as of a dict
+
+    @property
+    def rewritten(self) -> Program:
+        """The programs of the successors up to the last backward."""
+        return {worker: tuple(self._repair.rest_of(worker)) for worker in self._repair.successors}
+
+    def decisions(self) -> Iterator[str]:
+        """Yields as text all that the programs follow from, beside the baseline, at the cost of what has changed."""
+        return self._repair.decisions()
+
+
+def repaired(
+    base: Baseline,
+    ownership: Ownership,
+    step: int,
+    inventories: Sequence[Inventory],
+    end_of_step: Callable[[int], Iterable[Action]],
+) -> RepairedProgram | None:
+    """Returns the program of the plan for the rest of `step`; None if the planner has to plan it.
+
+    No slot may be done, to be handed off or to be healed, and no stage in shards. `end_of_step` gives the actions of a
+    worker behind its backwards.
+    """
+    try:
+        return RepairedProgram(_Repair(base, ownership, step, inventories), end_of_step)
+    except _Unrepairable:
+        return None
+
+
+class _Repair:
+    """What a repair has found and decided, part by part."""
+
+    def __init__(self, base: Baseline, ownership: Ownership, step: int, inventories: Sequence[Inventory]):
+        self._base, self._ownership = base, ownership
+        self.inventories = {
+            held.worker: held if held.step == step else Inventory(held.worker, step, held.whole) for held in inventories
+        }
+        slots = ownership.grid.slots()
+        self._owner = dict(zip(slots, ownership.owners, strict=True))
+        self._before = dict(zip(slots, base.owners, strict=True))
+        self._struck = [slot for slot in slots if self._owner[slot] != self._before[slot]]
+        _require(not any(self._before[slot] in self.inventories for slot in self._struck), "a live worker lost a slot")
+        self.successors = sorted({self._owner[slot] for slot in self._struck})
+        self._first: dict[int, int] = {}  # position at which a worker goes on in its program
+        self._dropped: dict[int, list[int]] = defaultdict(list)  # positions of transfers of values that have come
+        self._again: dict[int, list[tuple[float, int, Action]]] = defaultdict(list)  # sends, by the start of their use
+        self._left: dict[tuple[Kind, Slot], range | dict[int, None]] = {}  # microbatches that a slot takes and makes
+        self._redone: dict[Slot, int] = {}  # of a struck slot: forwards below are counted
+        for worker, mine in base.slots.items():
+            if worker in self.inventories:
+                self._find_place(worker, mine)
+        for slot in self._struck:
+            self._find_left(slot)
+        for slot in slots:
+            for kind in _FURTHER:
+                self._connect(kind, slot)
+        self._lists = {worker: self._merged(worker) for worker in self.successors}
+        self._lists = {worker: self._with_receives(worker, actions) for worker, actions in self._lists.items()}
+        for worker in self.successors:
+            for other in self._neighbours(worker):
+                if other not in self._lists and not self._receives_in_order(other, worker):
+                    own = [action for action in self._rest(other) if action[1] not in RECEIVE_OPS]
+                    self._lists[other] = self._with_receives(other, own)
+
+    # A worker that keeps its slots
+
+    def _find_place(self, worker: int, slots: Sequence[Slot]) -> None:
+        """Finds where a worker is in its program; what it has counted must be what its program has before that."""
+        held, microbatches = self.inventories[worker], self._ownership.grid.microbatches
+        first, following = 0, []
+        for slot in slots:
+            line, counted, added = self._base.lines[slot], held.counted.get(slot, 0), held.added.get(slot, 0)
+            pending = held.values.runs(Kind.PENDING, slot)
+            for_input = pending[0][1] + 1 if pending else added
+            _require(not pending or (len(pending) == 1 and pending[0][0] == added), "backwards out of order")
+            _require(held.values.has_all(Kind.RESIDUAL, slot, for_input, counted), "a residual is gone")
+            for places, count in ((line.forward, counted), (line.for_input, for_input), (line.adding, added)):
+                first = max(first, places[count - 1] + 1) if count else first
+                following += places[count : count + 1]
+            self._left[Kind.ACTIVATION, slot] = range(counted, microbatches)
+            self._left[Kind.GRADIENT, slot] = range(for_input, microbatches)
+        _require(all(place >= first for place in following), "another order than that of the program")
+        actions = self._base.program[worker]
+        while first < len(actions) and actions[first].op in SEND_OPS:
+            first += 1  # what has been made is sent in front, if it is missing
+        self._first[worker] = first
+
+    # A slot with another owner
+
+    def _find_left(self, slot: Slot) -> None:
+        worker = self._owner[slot]
+        held, microbatches = self.inventories[worker], self._ownership.grid.microbatches
+        counted, added = held.counted.get(slot, 0), held.added.get(slot, 0)
+        _require(not held.values.runs(Kind.PENDING, slot), "half a backward of another worker")
+        wanted = self._wanted_again(slot, counted)
+        kept = frozenset(held.values.since(Kind.RESIDUAL, slot, added))
+        _require(kept.isdisjoint(wanted) and min(wanted, default=added) >= added, "an activation is gone")
+        redone = [index for index in range(added, counted) if index in wanted or index not in kept]
+        self._redone[slot] = counted
+        self._left[Kind.ACTIVATION, slot] = dict.fromkeys((*redone, *range(counted, microbatches)))
+        self._left[Kind.GRADIENT, slot] = range(added, microbatches)
+
+    def _wanted_again(self, slot: Slot, counted: int) -> frozenset[int]:
+        """Returns the activations of counted forwards that the next slot needs, and that neither of them holds."""
+        kind, taker = Kind.ACTIVATION, (slot[0], slot[1] + 1)
+        needed = self._left.get((kind, taker), range(0))
+        target = self._owner.get(taker, -1)
+        if target in (-1, self._owner[slot]) or self._before[taker] != target:
+            return frozenset()
+        there, here = self.inventories[target].values, self.inventories[self._owner[slot]].values
+        early = (index for index in needed if index < counted)
+        return frozenset(
+            index for index in early if not there.has(kind, slot, index) and not here.has(kind, slot, index)
+        )
+
+    # The values between two slots
+
+    def _connect(self, kind: Kind, maker: Slot) -> None:
+        """Finds the values that one slot still takes from another: made later, there already, or sent again."""
+        taker = (maker[0], maker[1] + _FURTHER[kind])
+        if taker not in self._owner:
+            return
+        source, target = self._owner[maker], self._owner[taker]
+        made, needed = self._left[kind, maker], self._left[kind, taker]
+        there = self.inventories[target].values
+        missing: Iterable[int]
+        touched = maker in self._redone or taker in self._redone
+        if isinstance(made, range) and isinstance(needed, range):
+            missing = range(needed.start, made.start)
+            _require(touched or needed.start <= made.start, "an owner behind its neighbour")
+        else:
+            missing = set(needed).difference(made)
+        if source == target:
+            _require(not touched or all(there.has(kind, maker, index) for index in missing), "a value is gone")
+            return
+        if taker in self._redone and maker not in self._redone:
+            _require(all(index in needed for index in made), "a send without a taker")
+        self._send_again(kind, maker, taker, [index for index in sorted(missing) if not there.has(kind, maker, index)])
+        if isinstance(needed, range) and taker not in self._redone:
+            places = self._base.lines[taker].receives[kind]
+            self._dropped[target] += [places[index] for index in there.since(kind, maker, needed.start)]
+        if isinstance(made, range) and maker not in self._redone:
+            places = self._base.lines[maker].sends[kind]
+            self._dropped[source] += [places[index] for index in there.since(kind, maker, made.start)]
+
+    def _send_again(self, kind: Kind, maker: Slot, taker: Slot, microbatches: Iterable[int]) -> None:
+        line, source = self._base.lines[taker], self._owner[maker]
+        places = line.taking(kind) if taker in self._redone else line.receives[kind]
+        starts, values = self._base.starts[self._before[taker]], self.inventories[source].values
+        for index in microbatches:
+            _require(values.has(kind, maker, index), "a value is gone")
+            place = places[index]
+            self._again[source].append((starts[place], place, make_action(maker[1], SENDS[kind], index, maker[0])))
+
+    # The program of a worker
+
+    def rest_of(self, worker: int) -> Iterator[Action]:
+        """Yields the program of a member to its last backward."""
+        yield from self._sent_in_front(worker)
+        yield from self._lists[worker] if worker in self._lists else self._rest(worker)
+
+    def decisions(self) -> Iterator[str]:
+        """Yields all that the program of the plan follows from, beside the baseline, as text."""
+        yield f"{self._base.owners} {self._ownership.owners} {self._ownership.shadows}"
+        for worker in self.inventories:
+            sent = " ".join(map(str, self._sent_in_front(worker)))
+            yield f"{worker} from {self._first.get(worker)} without {self._dropped.get(worker, ())}: {sent}"
+        for worker, actions in self._lists.items():
+            yield f"{worker} {' '.join(map(str, actions))}"
+
+    def _sent_in_front(self, worker: int) -> list[Action]:
+        return [action for _, _, action in sorted(self._again[worker])] if worker in self._again else []
+
+    def _rest(self, worker: int) -> Iterable[Action]:
+        """Returns the rest of a worker's program, without the transfers of values that have come."""
+        if worker not in self._first:
+            return ()
+        first, actions = self._first[worker], self._base.program[worker]
+        dropped = sorted(place for place in self._dropped.get(worker, ()) if place >= first)
+        rest: list[Action] = []
+        for place in dropped:
+            rest += actions[first:place]
+            first = place + 1
+        return (*rest, *actions[first:])
+
+    # The program of a successor
+
+    def _merged(self, worker: int) -> list[Action]:
+        """Returns what is left of all slots of a successor, in the order of the baseline's starts, with its sends."""
+        base, items = self._base, list[tuple[float, Action]]()
+        if (first := self._first.get(worker)) is not None:
+            rest = zip(base.starts[worker][first:], base.program[worker][first:], strict=True)
+            items += [(start, action) for start, action in rest if action[1] in COMPUTE_OPS]
+        for slot, counted in self._redone.items():
+            if self._owner[slot] == worker:
+                pipeline, stage = slot
+                line, starts = base.lines[slot], base.starts[self._before[slot]]
+                for index in self._left[Kind.ACTIVATION, slot]:
+                    action = make_action(stage, Op.F if index >= counted else Op.REDO_F, index, pipeline)
+                    items.append((starts[line.forward[index]], action))
+                for index in self._left[Kind.GRADIENT, slot]:
+                    items.append((starts[line.for_input[index]], make_action(stage, Op.B, index, pipeline)))
+        items.sort()
+        return [part for _, action in items for part in self._with_send(worker, action)]
+
+    def _with_send(self, worker: int, action: Action) -> Iterator[Action]:
+        stage, op, microbatch, pipeline = action
+        yield action
+        if (kind := _MAKES.get(op)) is None:
+            return
+        taker = (pipeline, stage + _FURTHER[kind])
+        target = self._owner.get(taker, worker)
+        if target == worker or microbatch not in self._left[kind, taker]:
+            return
+        if not self.inventories[target].values.has(kind, (pipeline, stage), microbatch):
+            yield make_action(stage, SENDS[kind], microbatch, pipeline)
+
+    def _with_receives(self, worker: int, actions: Iterable[Action]) -> list[Action]:
+        """Returns a list with each receive before its use, and behind the receives of earlier sends of that pair."""
+        coming: dict[Action, deque[Action]] = {}
+        for source in self._neighbours(worker):
+            sent = self._lists[source] if source in self._lists else self._rest(source)
+            queue = deque(self._receipts(worker, (*self._sent_in_front(source), *sent)))
+            coming |= dict.fromkeys(queue, queue)
+        parts: list[Action] = []
+        for action in actions:
+            stage, op, microbatch, pipeline = action
+            if op in _TAKES:
+                receipt = make_action(stage, RECEIVES[_TAKES[op]], microbatch, pipeline)
+                while receipt in coming:
+                    come = coming[receipt].popleft()
+                    del coming[come]
+                    parts.append(come)
+            parts.append(action)
+        return parts
+
+    def _neighbours(self, worker: int) -> list[int]:
+        """Returns the other owners of the slots beside those of a worker, in order."""
+        mine = [slot for slot, owner in self._owner.items() if owner == worker]
+        beside = ((pipeline, stage + more) for pipeline, stage in mine for more in _FURTHER.values())
+        return sorted({self._owner.get(slot, worker) for slot in beside} - {worker})
+
+    def _receipts(self, worker: int, actions: Iterable[Action]) -> Iterator[Action]:
+        """Yields the receives of `worker` for the sends in another worker's list, in their order."""
+        for stage, op, microbatch, pipeline in actions:
+            if op in SEND_OPS:
+                kind = _CARRIES[op]
+                taker = stage + _FURTHER[kind]
+                if self._owner[pipeline, taker] == worker:
+                    yield make_action(taker, RECEIVES[kind], microbatch, pipeline)
+
+    def _receives_in_order(self, worker: int, source: int) -> bool:
+        """Whether a worker that keeps its slots receives in the order in which a successor sends now."""
+        kinds = {op: kind for op, kind in _CARRIES.items() if op in RECEIVE_OPS}
+        received = [
+            action
+            for action in self._rest(worker)
+            if (kind := kinds.get(action[1])) and self._owner[action[3], action[0] - _FURTHER[kind]] == source
+        ]
+        return received == list(self._receipts(worker, (*self._sent_in_front(source), *self._lists[source])))
