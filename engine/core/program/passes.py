@@ -444,10 +444,18 @@ def with_end_of_step(
     LOG to the shadows that lack it.
     """
     there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
-    return {
-        worker: (*_with_heals(worker, actions, ownership, healing), *end_of_step(worker, ownership, there))
-        for worker, actions in program.items()
-    }
+    return {worker: with_end(worker, actions, ownership, there, healing) for worker, actions in program.items()}
+
+
+def with_end(
+    worker: int,
+    actions: Sequence[Action],
+    ownership: Ownership,
+    there: Collection[Held] = (),
+    healing: Collection[tuple[int, Slot]] = (),
+) -> tuple[Action, ...]:
+    """Returns one worker's part of `with_end_of_step`; `there` are the REDUCED and LOGGED values that are held."""
+    return (*_with_heals(worker, actions, ownership, healing), *_end(worker, ownership, there))
 
 
 def _by_stage(slots: Collection[Slot]) -> list[Slot]:
@@ -469,8 +477,7 @@ def _heals(slots: Collection[Slot]) -> list[Action]:
     return [Action(stage, Op.HEAL, pipeline=pipeline) for pipeline, stage in _by_stage(slots)]
 
 
-def end_of_step(worker: int, ownership: Ownership, there: Collection[Held] = ()) -> list[Action]:
-    """Returns the actions of a worker behind its backwards; `there` are the REDUCED and LOGGED values that are held."""
+def _end(worker: int, ownership: Ownership, there: Collection[Held]) -> list[Action]:
     owned, shadowed = _by_stage(ownership.slots_of(worker)), _by_stage(ownership.shadowed_by(worker))
     first = {stage: (pipeline, stage) for pipeline, stage in reversed(owned)}
     end = [

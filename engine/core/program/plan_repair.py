@@ -19,7 +19,7 @@ its maker no longer holds, a backward that is half done.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.core.action import (
@@ -116,15 +116,15 @@ def _require(condition: object, why: str) -> None:
 class RepairedProgram(Mapping[int, tuple[Action, ...]]):
     """The programs of all members; that of a worker that keeps its slots is put together when it is asked for."""
 
-    def __init__(self, repair: _Repair, end_of_step: Callable[[int], Iterable[Action]]):
-        self._repair, self._end_of_step = repair, end_of_step
+    def __init__(self, repair: _Repair, with_end: Callable[[int, Sequence[Action]], tuple[Action, ...]]):
+        self._repair, self._with_end = repair, with_end
         self._known: dict[int, tuple[Action, ...]] = {}
 
     def __getitem__(self, worker: int) -> tuple[Action, ...]:
         if worker not in self._known:
             if worker not in self._repair.inventories:
                 raise KeyError(worker)
-            self._known[worker] = (*self._repair.rest_of(worker), *self._end_of_step(worker))
+            self._known[worker] = self._with_end(worker, tuple(self._repair.rest_of(worker)))
         return self._known[worker]
 
     def __iter__(self) -> Iterator[int]:
@@ -153,15 +153,16 @@ def repaired(
     ownership: Ownership,
     step: int,
     inventories: Sequence[Inventory],
-    end_of_step: Callable[[int], Iterable[Action]],
+    done: Collection[Slot],
+    with_end: Callable[[int, Sequence[Action]], tuple[Action, ...]],
 ) -> RepairedProgram | None:
     """Returns the program of the plan for the rest of `step`; None if the planner has to plan it.
 
-    No slot may be done, to be handed off or to be healed, and no stage in shards. `end_of_step` gives the actions of a
-    worker behind its backwards.
+    The owners of the `done` slots hold the inputs of the optimizer step. `with_end` adds the end of the step to the
+    compute actions and transfers of a worker. No accumulator may be handed off, and no stage be in shards.
     """
     try:
-        return RepairedProgram(_Repair(base, ownership, step, inventories), end_of_step)
+        return RepairedProgram(_Repair(base, ownership, step, inventories, done), with_end)
     except _Unrepairable:
         return None
 
@@ -169,8 +170,15 @@ def repaired(
 class _Repair:
     """What a repair has found and decided, part by part."""
 
-    def __init__(self, base: Baseline, ownership: Ownership, step: int, inventories: Sequence[Inventory]):
-        self._base, self._ownership = base, ownership
+    def __init__(
+        self,
+        base: Baseline,
+        ownership: Ownership,
+        step: int,
+        inventories: Sequence[Inventory],
+        done: Collection[Slot],
+    ):
+        self._base, self._ownership, self._done = base, ownership, done
         self.inventories = {
             held.worker: held if held.step == step else Inventory(held.worker, step, held.whole) for held in inventories
         }
@@ -209,6 +217,7 @@ class _Repair:
         first, following = 0, []
         for slot in slots:
             line, counted, added = self._base.lines[slot], held.counted.get(slot, 0), held.added.get(slot, 0)
+            _require(slot not in self._done or added == microbatches, "a slot that another worker has ended")
             pending = held.values.runs(Kind.PENDING, slot)
             for_input = pending[0][1] + 1 if pending else added
             _require(not pending or (len(pending) == 1 and pending[0][0] == added), "backwards out of order")
@@ -230,6 +239,8 @@ class _Repair:
         worker = self._owner[slot]
         held, microbatches = self.inventories[worker], self._ownership.grid.microbatches
         counted, added = held.counted.get(slot, 0), held.added.get(slot, 0)
+        if slot in self._done:
+            counted = added = microbatches
         _require(not held.values.runs(Kind.PENDING, slot), "half a backward of another worker")
         wanted = self._wanted_again(slot, counted)
         kept = frozenset(held.values.since(Kind.RESIDUAL, slot, added))
@@ -300,7 +311,7 @@ class _Repair:
 
     def decisions(self) -> Iterator[str]:
         """Yields all that the program of the plan follows from, beside the baseline, as text."""
-        yield f"{self._base.owners} {self._ownership.owners} {self._ownership.shadows}"
+        yield f"{self._base.owners} {self._ownership.owners} {self._ownership.shadows} {sorted(self._done)}"
         for worker in self.inventories:
             sent = " ".join(map(str, self._sent_in_front(worker)))
             yield f"{worker} from {self._first.get(worker)} without {self._dropped.get(worker, ())}: {sent}"

@@ -29,7 +29,7 @@ from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dependencies import carried
 from engine.core.program.dry_run import refuse_stuck
 from engine.core.program.inventory import Inventory, PlanMessage
-from engine.core.program.passes import end_of_step, with_end_of_step, with_transfers, with_whole_stages
+from engine.core.program.passes import with_end, with_end_of_step, with_transfers, with_whole_stages
 from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
 from engine.core.value import WIRE, Held, Kind, Value
@@ -169,14 +169,16 @@ def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
 
 
 def _repaired(source: PlanInput, base: Baseline) -> RepairedProgram | None:
-    if _done(source) or _hands(source) or healing_in(source):
+    if _hands(source):
         return None
-    end = partial(end_of_step, ownership=source.ownership)
-    program = repaired(base, source.ownership, source.committed + 1, source.inventories, end)
+    ownership, done = source.ownership, _done(source)
+    there, healing = frozenset(_held_at_end(source, done)), healing_in(source)
+    end = partial(with_end, ownership=ownership, there=there, healing=healing)
+    program = repaired(base, ownership, source.committed + 1, source.inventories, done, end)
     held = {inventory.worker: inventory for inventory in source.inventories}
     for worker, actions in () if program is None else program.rewritten.items():
         taken = ((WIRE, carried(action)) for action in actions if action.op in RECEIVE_OPS)
-        refuse_stuck({worker: actions}, source.ownership, (*_held_by(held[worker], source), *taken))
+        refuse_stuck({worker: actions}, ownership, (*_held_by(held[worker], source), *taken))
     return program
 
 
@@ -234,21 +236,22 @@ def held_at_start(source: PlanInput) -> tuple[Held, ...]:
 
 
 def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
-    ownership = source.ownership
     for inventory in source.inventories:
-        if inventory.step == source.committed:
-            continue  # it first takes the committed optimizer step, which drops all its values
-        worker = inventory.worker
-        for slot in ownership.slots_of(worker):
-            if slot in done:
-                reduced = Value(Kind.REDUCED, *slot)
-                yield from ((worker, reduced), (WIRE, reduced), (worker, Value(Kind.LOGGED, *slot)))
         yield from _held_by(inventory, source)
-        for slot in ownership.shadowed_by(worker):
-            if slot in done and slot in inventory.logged:
-                yield worker, Value(Kind.LOGGED, *slot)
+    yield from _held_at_end(source, done)
     for hand in _hands(source):
         yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
+
+
+def _held_at_end(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
+    """Yields the inputs of the optimizer step that workers hold of the slots that are done."""
+    logged = {each.worker: each.logged for each in source.inventories if each.step == source.committed + 1}
+    for slot in sorted(done):
+        owner, reduced = source.ownership.owner(*slot), Value(Kind.REDUCED, *slot)
+        yield from ((owner, reduced), (WIRE, reduced), (owner, Value(Kind.LOGGED, *slot)))
+        for shadow in source.ownership.shadows_of(*slot):
+            if slot in logged.get(shadow, ()):
+                yield shadow, Value(Kind.LOGGED, *slot)
 
 
 def _held_by(inventory: Inventory, source: PlanInput) -> Iterator[Held]:
