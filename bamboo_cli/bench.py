@@ -55,6 +55,10 @@ _BENCHMARKS = {
         "recovery.recovery_cases",
         "Pause after a SIGKILL, by phase, against the redone work, torchrun's restart and torchft (if installed).",
     ),
+    "scale": (
+        "scale.scale_cases",
+        "Plan and pause after a SIGKILL as the number of workers grows, against a plan from scratch and fixed limits.",
+    ),
     "redundancy": (
         "redundancy.redundancy_cases",
         "Step time and peak memory with lazy and eager redundancy, against theory and no redundancy.",

@@ -37,7 +37,7 @@ _PAUSE_GOALS = {"median": (0.5, 30.0), "p99": (0.99, 60.0)}  # name -> part of a
 _KNOWN_GOAL_MS = 40.0
 _WIDTH = 256
 _STREAMED, _EAGER = "lazy, log_every 1", "eager"
-_MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "lazy": {"redundancy": "lazy"},
     _STREAMED: {"redundancy": "lazy", "log_every": 1},
     _EAGER: {"redundancy": "eager"},
@@ -85,10 +85,10 @@ def bench_pause(case: KillCase, num_kills: int, points: Sequence[float], folder:
 
     Raises WorkerFailedError if a run did not recover.
     """
-    cells = [(mode, point) for mode in _MODES for point in points]
-    results = in_turns({cell: partial(_kill, case, _MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
+    cells = [(mode, point) for mode in MODES for point in points]
+    results = in_turns({cell: partial(killed, case, MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
     rows = []
-    for mode in _MODES:
+    for mode in MODES:
         name = f"{case.name} {mode}"
         for point in points:
             rows += _pause_rows(f"{name}, killed at {point:.0%}", results[mode, point], mode)
@@ -96,7 +96,7 @@ def bench_pause(case: KillCase, num_kills: int, points: Sequence[float], folder:
     return rows
 
 
-def _kill(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -> KillFigures:
+def killed(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -> KillFigures:
     """Returns the times of a run whose victim dies after the backwards of the part `point` of its microbatches."""
     num_back = round(point * case.job.microbatches)
     with tempfile.TemporaryDirectory(dir=folder) as name:

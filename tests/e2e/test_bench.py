@@ -70,6 +70,16 @@ def test_pipeline_of_other_schedules(launch: Launch) -> None:
 
 
 @pytest.mark.soak
+def test_scale(launch: Launch) -> None:
+    rows = rows_of(launch, "scale")
+    assert [row["metric"] for row in rows][:2] == [
+        "plan ms; peer: from scratch",
+        "share of an untouched worker ms; peer: plan",
+    ]
+    assert {row["case"] for row in rows} == {"P=8 M=128", "P=16 M=128", "P=8 to 16, M=128", "timed P=4 M=32"}
+
+
+@pytest.mark.soak
 def test_launch(launch: Launch) -> None:
     (row,) = rows_of(launch, "launch")
     assert (row["goal"], row["n"]) == (0.333333, 1)
