@@ -43,6 +43,7 @@ _NEEDED = {
     made: frozenset(name for name in names if _DEFAULTS[made].get(name, MISSING) is MISSING)
     for made, names in _FIELDS.items()
 }
+_NEEDED |= {JobRecord: _NEEDED[JobRecord] - _OF_JOB}  # a run from before a field did what its default says
 _MOST_DIGITS = 18  # with a sign: years in nanoseconds, and columns of numbers take no more
 _OF_USER = ("job", "scenario")  # with arguments and seeds, which may be longer
 _COMMIT = '{"event":"commit",'  # of which a day has a million: its line is read in one go
@@ -97,7 +98,7 @@ def decoded(line: str) -> Record:
     if unknown := plain.keys() - _FIELDS[made]:
         raise InvariantError(f"event {kind!r} has an unknown field {min(unknown)!r}")
     if made is JobRecord:
-        plain["job"] = _job({name: plain.pop(name) for name in _OF_JOB})
+        plain["job"] = _job({name: plain.pop(name) for name in _OF_JOB & plain.keys()})
     take = partial(value_of, is_whole=False) if any(isinstance(value, dict) for value in plain.values()) else converted
     return take(plain, made, f"event {kind!r}")
 

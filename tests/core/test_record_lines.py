@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from engine.codec.records import RECORDS, decoded, encoded
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.errors import InvariantError
-from engine.core.history.run_records import VERSION, ActionRecord, Record
+from engine.core.history.run_records import VERSION, ActionRecord, JobRecord, Record
 from engine.core.history.step_files import (
     AFTER,
     BEFORE,
@@ -85,9 +86,19 @@ def test_an_unknown_kind_is_named() -> None:
 @pytest.mark.parametrize("record", [each for each in SAMPLES if json.loads(encoded(each)).keys() > {"event"}])
 def test_a_missing_field_is_named(record: Record) -> None:
     told = json.loads(encoded(record))
-    for name in told.keys() - {"event", "version", "action", "when", "adopted", "request"}:
+    of_job = Job.__dataclass_fields__.keys() if told["event"] == "job" else set()
+    for name in told.keys() - {"event", "version", "action", "when", "adopted", "request"} - of_job:
         with pytest.raises(InvariantError, match=f"event '{told['event']}' has no field '{name}'"):
             decoded(json.dumps({key: value for key, value in told.items() if key != name}))
+
+
+def test_a_run_from_before_a_field_of_its_job_can_be_read() -> None:
+    """The default of a new field is what a run without it did."""
+    record = next(each for each in SAMPLES if isinstance(each, JobRecord))
+    told = json.loads(encoded(record))
+    for name in Job.__dataclass_fields__:
+        read = decoded(json.dumps({key: value for key, value in told.items() if key != name}))
+        assert read == replace(record, job=replace(record.job, **{name: getattr(Job(), name)}))
 
 
 @pytest.mark.parametrize("record", SAMPLES, ids=lambda each: type(each).__name__)
