@@ -42,8 +42,8 @@ def case(number: int, seen: Counter[str]) -> float:
         seen["lost"] += 1
         return 0.0
     plan = make_plan(failure.given, baseline(job.schedule, job.grid, job.ownership().owners))
-    seen["repaired" if plan.is_repair else "planned"] += 1
-    if not plan.is_repair:
+    seen["repaired" if plan.repair else "planned"] += 1
+    if not plan.repair:
         return 0.0
     took, best = compared(failure, plan)
     seen["over 2 % and a forward longer"] += took > max(1.02 * best, best + 1)

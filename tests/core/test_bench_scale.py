@@ -14,7 +14,7 @@ from engine.core.program.verify import verify
 def test_the_survivors_of_a_step_that_is_half_done(workers: int, microbatches: int) -> None:
     base, source = half_way(Grid(workers, microbatches))
     plans = make_plan(source, base), make_plan(source)
-    assert [plan.is_repair for plan in plans] == [True, False]
+    assert [plan.repair is not None for plan in plans] == [True, False]
     for plan in plans:
         assert verify(plan.program, source.ownership, held=held_at_start(source)) == ()
     assert 0 < sum(sum(held.added.values()) for held in source.inventories) < workers * microbatches

@@ -14,13 +14,14 @@ from engine.core.action import COMPUTE_OPS, Action, Op, Program
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, Ownership
 from engine.core.program import planner
-from engine.core.program.build import baseline
+from engine.core.program.build import baseline, owners_program
 from engine.core.program.dependencies import Routes, peers_program, routes_of
 from engine.core.program.dry_run import dry_run
-from engine.core.program.inventory import Inventory, ValueRuns
-from engine.core.program.plan_repair import RepairedProgram, _Repair
+from engine.core.program.inventory import Inventory, PlanMessage, ValueRuns, to_json
+from engine.core.program.plan_repair import Baseline, RepairedProgram, _Repair, baseline_of
 from engine.core.program.planner import Plan, PlanInput, held_at_start, make_plan
 from engine.core.program.verify import verify
+from engine.core.protocol.worker_inputs import plan_epoch
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program
 from tests.core.recovery_cases import Failure, Job, assert_faultless, distinct_kills, fail, seeded
@@ -102,7 +103,7 @@ def _repairs(job: Job, every: int) -> Iterator[tuple[Failure, bool]]:
     base = baseline(job.schedule, job.grid, job.ownership().owners)
     for failure in distinct_kills(job, every):
         plan = make_plan(failure.given, base)
-        yield replace(failure, plan=plan), plan.is_repair
+        yield replace(failure, plan=plan), plan.repair is not None
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.schedule}-{job.grid.stages}-{job.redundancy}")
@@ -167,15 +168,47 @@ def test_any_baseline_gives_a_right_plan() -> None:
     for number, failure in enumerate(distinct_kills(job)):
         base = baseline(job.schedule, job.grid, owners[number % len(owners)])
         plan = make_plan(failure.given, base)
-        seen[plan.is_repair] += 1
+        seen[plan.repair is None] += 1
         assert_faultless(replace(failure, plan=plan).finish(seeded(number)))
     assert min(seen.values()) > 10
 
 
-def test_a_worker_that_waits_for_its_state_is_left_to_the_planner() -> None:
-    ownership = Ownership(Grid(2, 2), (0, 0), shadows=((1,), ()))
-    given = PlanInput(2, 4, ownership, (Inventory(0, 5, ((0, 0), (0, 1))), Inventory(1, 5, ())))
-    assert not make_plan(given, baseline("1f1b", ownership.grid, (0, 1))).is_repair
+def test_a_shadow_that_waits_for_its_state_gets_it_in_a_repair() -> None:
+    ownership = Ownership(Grid(2, 2), (0, 1), shadows=((1,), (0,)))
+    given = PlanInput(2, 4, ownership, (Inventory(0, 5, ((0, 0), (0, 1))), Inventory(1, 5, ((0, 1),))))
+    plan = make_plan(given, baseline("1f1b", ownership.grid, (0, 1)))
+    assert plan.repair is not None and plan.repair.healing == ((1, (0, 0)),)
+    assert [worker for worker, line in plan.program.items() if Action(0, Op.HEAL) in line] == [0, 1]
+    assert verify(plan.program, ownership, planner.healing_in(given), held=held_at_start(given)) == ()
+
+
+def test_a_repair_that_ends_one_of_two_tied_stages_alone_is_not_followed() -> None:
+    """The coordinator, which makes it, knows nothing of ties: stage 0 is logged, and stage 2 is not."""
+    given = [
+        Inventory(each, 5, ((0, each),), {(0, each): 1}, {(0, each): 1}, ((0, each),) if each < 2 else (), ValueRuns())
+        for each in range(3)
+    ]
+    texts = tuple((held.worker, to_json(held)) for held in given)
+    owners = tuple(range(3))
+    document = PlanMessage(2, 4, owners, (), owners, ((), (), ()), texts, before=owners)
+    source = PlanInput(2, 4, Ownership(Grid(3, 1), owners), tuple(given))
+    repair = planner.repair_of(source, _base(Grid(3, 1), owners))
+    assert repair is not None and repair.done == ((0, 0), (0, 1))
+    for ties, is_followed in (((), True), (((0, 2),), False), (((0, 1),), True)):
+        plan = plan_epoch(Grid(3, 1, ties=ties), "1f1b", replace(document, repair=repair)).plan
+        assert (plan.repair == repair) is is_followed
+        assert sum(each.op is Op.REDUCE_GRAD for line in plan.program.values() for each in line) == (
+            1 if is_followed else 2
+        )
+
+
+def _base(grid: Grid, owners: tuple[int, ...]) -> Baseline:
+    """Returns the baseline of any step; a single microbatch is a wave of forwards, which the planner plans."""
+    starts: dict[int, list[float]] = {worker: [] for worker in owners}
+    program = owners_program("1f1b", grid, owners)
+    for start, _, worker, _ in dry_run(program, Ownership(grid, owners)).spans:
+        starts[worker].append(start)
+    return baseline_of(program, starts, grid, owners)
 
 
 def test_routes_among_the_peers_are_those_of_the_whole_program() -> None:
@@ -218,7 +251,7 @@ def test_the_work_of_one_failure_grows_with_the_job_and_that_of_an_untouched_wor
         base, given = baseline(job.schedule, job.grid, job.ownership().owners), failure.given
         plans.append(_calls(partial(make_plan, given, base)))
         plan = make_plan(given, base)
-        assert plan.is_repair
+        assert plan.repair
         shares.append(_calls(partial(_share, plan, given.ownership)))
     assert plans[1] / plans[0] < 8**1.1
     assert shares[1] / shares[0] < 8**0.3

@@ -40,9 +40,11 @@ def job_of(
     blocks: int = 1,
     elastic: bool = False,
     fsdp: int = 0,
+    schedule: str = "1f1b",
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
+        schedule=schedule,
         stages=stages // blocks,
         blocks=blocks,
         elastic=elastic,

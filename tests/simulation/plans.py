@@ -73,7 +73,7 @@ def planned(grid: Grid, schedule: str, told: PlanMessage) -> Planned:
     check_plan(given, made.plan)
     if hash(told.inventories) % 16 == 0:
         turned = tuple(_turned(each) for each in inventories)
-        base = baseline(schedule, grid, told.before) if told.before else None
+        base = baseline(schedule, grid, told.before) if made.plan.repair else None
         if make_plan(replace(given, inventories=turned), base) != made.plan:
             raise Violation("the order of what is held changes the plan")
     if made.plan.lost_stages:

@@ -14,7 +14,7 @@ from engine.core.program import build as program
 from engine.core.program import plan_repair
 from engine.core.program import planner as recovery
 from engine.core.program import remaining_tasks as lineage
-from engine.core.protocol import worker_inputs
+from engine.core.protocol import orders
 from tests.simulation import actions, plans, provenance
 from tests.simulation import replica as replicas
 from tests.simulation.case import Case, Fault
@@ -39,8 +39,8 @@ def test_cases_pass_where_nothing_is_planted() -> None:
 
 def test_untouched_worker_keeps_a_stale_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on one action too late: what stands there is a transfer that its neighbour waits for."""
-    right = plan_repair._Repair._rest
-    monkeypatch.setattr(plan_repair._Repair, "_rest", lambda self, worker: tuple(right(self, worker))[1:])
+    right = plan_repair._without
+    monkeypatch.setattr(plan_repair, "_without", lambda actions, first, dropped: right(actions, first + 1, dropped))
     caught(kills(SMALL), "the plan is wrong|the plan computes")
 
 
@@ -135,7 +135,7 @@ def test_planner_recomputes_what_survivors_hold(monkeypatch: pytest.MonkeyPatch)
         return [one for one in held(*words) if one[1].kind != "gradient"]
 
     monkeypatch.setattr(recovery, "_held", less)
-    monkeypatch.setattr(worker_inputs, "baseline", lambda *given: None)
+    monkeypatch.setattr(orders, "baseline", lambda *given: None)
     caught(kills(SMALL), "the plan computes .* more")
 
 

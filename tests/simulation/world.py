@@ -99,6 +99,7 @@ class World:
             case.blocks,
             case.elastic,
             case.fsdp,
+            case.schedule,
         )
         self.grid = grid
         self.members = self.ownership.workers()

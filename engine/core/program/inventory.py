@@ -167,6 +167,28 @@ def _numbers(inventory: Inventory) -> Iterator[int]:
 # `epoch` of a worker's message is the one that it has accepted.
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramRest:
+    """How a worker goes on in its program of the open step, up to its last backward."""
+
+    worker: int
+    first: int = -1  # the position at which it goes on; -1: it has no program
+    dropped: tuple[int, ...] = ()  # positions of transfers of values that have come
+    sends: str = ""  # what it sends again, in front, as actions with blanks between them
+    rewritten: str | None = None  # its program in place of the rest of the one that it had
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A plan by what it changes in the programs that were running; `plan_repair.py` decides it."""
+
+    rests: tuple[ProgramRest, ...]  # of every member
+    adopted: tuple[Slot, ...]
+    done: tuple[Slot, ...]
+    logged: tuple[tuple[int, Slot], ...]  # shadows that hold the inputs of the optimizer step of a slot that is done
+    healing: tuple[tuple[int, Slot], ...]
+
+
 @message
 class PlanMessage(ToWorker):
     """The document that every member makes the plan of an epoch from, when the last inventory is in."""
@@ -181,6 +203,7 @@ class PlanMessage(ToWorker):
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot, which becomes a shadow; empty if no slot is to move
     hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
     before: tuple[int, ...] = ()  # the owners when the open step began
+    repair: Repair | None = None  # the plan, if it is a repair: then no member has to make one
 
 
 @message

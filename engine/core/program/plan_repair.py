@@ -32,10 +32,11 @@ from engine.core.action import (
     Program,
     make_action,
     ops_that_make,
+    parse_action,
 )
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dependencies import RECEIVES, SENDS
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, ProgramRest
 from engine.core.value import Kind
 
 _FURTHER = {Kind.ACTIVATION: 1, Kind.GRADIENT: -1}  # stages, from the slot that makes a value to the one that takes it
@@ -113,58 +114,75 @@ def _require(condition: object, why: str) -> None:
         raise _Unrepairable(why)
 
 
-class RepairedProgram(Mapping[int, tuple[Action, ...]]):
-    """The programs of all members; that of a worker that keeps its slots is put together when it is asked for."""
-
-    def __init__(self, repair: _Repair, with_end: Callable[[int, Sequence[Action]], tuple[Action, ...]]):
-        self._repair, self._with_end = repair, with_end
-        self._known: dict[int, tuple[Action, ...]] = {}
-
-    def __getitem__(self, worker: int) -> tuple[Action, ...]:
-        if worker not in self._known:
-            if worker not in self._repair.inventories:
-                raise KeyError(worker)
-            self._known[worker] = self._with_end(worker, tuple(self._repair.rest_of(worker)))
-        return self._known[worker]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._repair.inventories)
-
-    def __len__(self) -> int:
-        return len(self._repair.inventories)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and dict(self) == dict(other)
-
-    __hash__ = None  # type: ignore[assignment] # as of a dict
-
-    @property
-    def rewritten(self) -> Program:
-        """The programs of the successors up to the last backward."""
-        return {worker: tuple(self._repair.rest_of(worker)) for worker in self._repair.successors}
-
-    def decisions(self) -> Iterator[str]:
-        """Yields as text all that the programs follow from, beside the baseline, at the cost of what has changed."""
-        return self._repair.decisions()
-
-
 def repaired(
     base: Baseline,
     ownership: Ownership,
     step: int,
     inventories: Sequence[Inventory],
     done: Collection[Slot],
-    with_end: Callable[[int, Sequence[Action]], tuple[Action, ...]],
-) -> RepairedProgram | None:
-    """Returns the program of the plan for the rest of `step`; None if the planner has to plan it.
+) -> tuple[ProgramRest, ...] | None:
+    """Returns how every member goes on in `step`; None if the planner has to plan it.
 
-    The owners of the `done` slots hold the inputs of the optimizer step. `with_end` adds the end of the step to the
-    compute actions and transfers of a worker. No accumulator may be handed off, and no stage be in shards.
+    The owners of the `done` slots hold the inputs of the optimizer step. No accumulator may be handed off, and no stage
+    be in shards.
     """
     try:
-        return RepairedProgram(_Repair(base, ownership, step, inventories, done), with_end)
+        return _Repair(base, ownership, step, inventories, done).rests()
     except _Unrepairable:
         return None
+
+
+class RepairedProgram(Mapping[int, tuple[Action, ...]]):
+    """The programs of all members in a repair; each is put together when it is asked for.
+
+    `program` is the one that was running, and `with_end` adds the end of the step to a worker's part of it.
+    """
+
+    def __init__(
+        self,
+        rests: Iterable[ProgramRest],
+        program: Program,
+        with_end: Callable[[int, tuple[Action, ...]], tuple[Action, ...]],
+    ):
+        self._rests = {rest.worker: rest for rest in rests}
+        self._program, self._with_end = program, with_end
+        self._known: dict[int, tuple[Action, ...]] = {}
+
+    def __getitem__(self, worker: int) -> tuple[Action, ...]:
+        if worker not in self._known:
+            self._known[worker] = self._with_end(worker, self.rest(worker))
+        return self._known[worker]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rests)
+
+    def __len__(self) -> int:
+        return len(self._rests)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    __hash__ = None  # type: ignore[assignment] # as of a dict
+
+    def rest(self, worker: int) -> tuple[Action, ...]:
+        """Returns the program of a member up to its last backward."""
+        rest = self._rests[worker]
+        if rest.rewritten is not None:
+            actions = tuple(map(parse_action, rest.rewritten.split()))
+        elif rest.first < 0:
+            actions = ()
+        else:
+            actions = _without(self._program[worker], rest.first, rest.dropped)
+        return (*map(parse_action, rest.sends.split()), *actions)
+
+
+def _without(actions: tuple[Action, ...], first: int, dropped: Iterable[int]) -> tuple[Action, ...]:
+    """Returns the actions from a position on, without the `dropped` positions, which are in order."""
+    rest: list[Action] = []
+    for place in dropped:
+        rest += actions[first:place]
+        first = place + 1
+    return (*rest, *actions[first:])
 
 
 class _Repair:
@@ -304,34 +322,27 @@ class _Repair:
 
     # The program of a worker
 
-    def rest_of(self, worker: int) -> Iterator[Action]:
-        """Yields the program of a member to its last backward."""
-        yield from self._sent_in_front(worker)
-        yield from self._lists[worker] if worker in self._lists else self._rest(worker)
+    def rests(self) -> tuple[ProgramRest, ...]:
+        """Returns how every member goes on."""
+        return tuple(map(self._rest_of, self.inventories))
 
-    def decisions(self) -> Iterator[str]:
-        """Yields all that the program of the plan follows from, beside the baseline, as text."""
-        yield f"{self._base.owners} {self._ownership.owners} {self._ownership.shadows} {sorted(self._done)}"
-        for worker in self.inventories:
-            sent = " ".join(map(str, self._sent_in_front(worker)))
-            yield f"{worker} from {self._first.get(worker)} without {self._dropped.get(worker, ())}: {sent}"
-        for worker, actions in self._lists.items():
-            yield f"{worker} {' '.join(map(str, actions))}"
+    def _rest_of(self, worker: int) -> ProgramRest:
+        sends = " ".join(map(str, self._sent_in_front(worker)))
+        if worker in self._lists:
+            return ProgramRest(worker, sends=sends, rewritten=" ".join(map(str, self._lists[worker])))
+        return ProgramRest(worker, self._first.get(worker, -1), self._dropped_of(worker), sends)
 
     def _sent_in_front(self, worker: int) -> list[Action]:
         return [action for _, _, action in sorted(self._again[worker])] if worker in self._again else []
 
-    def _rest(self, worker: int) -> Iterable[Action]:
+    def _dropped_of(self, worker: int) -> tuple[int, ...]:
+        return tuple(sorted(place for place in self._dropped.get(worker, ()) if place >= self._first.get(worker, 0)))
+
+    def _rest(self, worker: int) -> tuple[Action, ...]:
         """Returns the rest of a worker's program, without the transfers of values that have come."""
         if worker not in self._first:
             return ()
-        first, actions = self._first[worker], self._base.program[worker]
-        dropped = sorted(place for place in self._dropped.get(worker, ()) if place >= first)
-        rest: list[Action] = []
-        for place in dropped:
-            rest += actions[first:place]
-            first = place + 1
-        return (*rest, *actions[first:])
+        return _without(self._base.program[worker], self._first[worker], self._dropped_of(worker))
 
     # The program of a successor
 

@@ -28,7 +28,7 @@ from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dependencies import carried
 from engine.core.program.dry_run import refuse_stuck
-from engine.core.program.inventory import Inventory, PlanMessage
+from engine.core.program.inventory import Inventory, PlanMessage, Repair
 from engine.core.program.passes import with_end, with_end_of_step, with_transfers, with_whole_stages
 from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
@@ -114,7 +114,7 @@ class Plan:
     adopted: tuple[Slot, ...]
     lost_stages: tuple[int, ...]  # stages without a whole replica at an owner: the step cannot be finished
     digest: str  # SHA-256 over all of it, the same on every member
-    is_repair: bool = False  # values go between the peers of a whole step only
+    repair: Repair | None = None  # then values go between the peers of a whole step only
 
 
 class EpochPlan(NamedTuple):
@@ -140,17 +140,31 @@ def make_plan(source: PlanInput, base: Baseline | None = None) -> Plan:
 
     The plan is a repair of `base`, the program with which the step began, if that works, and else made from scratch.
     """
-    _refuse_impossible(source)
     ownership, step = source.ownership, source.committed + 1
+    if base is not None and (repair := repair_of(source, base)) is not None:
+        return plan_of(repair, base.program, ownership, step)
+    adopted, lost = _checked(source)
+    return _digested(Plan(step, {}, (), lost, "")) if lost else replanned(source, adopted)
+
+
+def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
+    """Returns the repair of `base`, the program with which the step began; None if the step has to be planned.
+
+    Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
+    """
+    adopted, lost = _checked(source)
+    return None if lost or _hands(source) else _repaired(source, base, adopted)
+
+
+def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Returns the slots that their owners build from a replica of another pipeline, and the stages that are lost."""
+    _refuse_impossible(source)
+    ownership = source.ownership
     whole = {inventory.worker: frozenset(inventory.whole) for inventory in source.inventories}
     adopted = tuple(slot for slot in ownership.grid.slots() if slot not in whole[ownership.owner(*slot)])
     replacements = {slot: {stage for _, stage in whole[ownership.owner(*slot)]} for slot in adopted}
     lost = {slot[1] for slot, stages in replacements.items() if ownership.grid.fsdp or slot[1] not in stages}
-    if lost:
-        return _digested(Plan(step, {}, (), tuple(sorted(lost)), ""))
-    if base is not None and (program := _repaired(source, base)) is not None:
-        return _digested(Plan(step, program, adopted, (), "", is_repair=True), program.decisions())
-    return replanned(source, adopted)
+    return adopted, tuple(sorted(lost))
 
 
 def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
@@ -168,18 +182,27 @@ def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     return _digested(Plan(step, program, adopted, (), ""))
 
 
-def _repaired(source: PlanInput, base: Baseline) -> RepairedProgram | None:
-    if _hands(source):
-        return None
+def plan_of(repair: Repair, program: Program, ownership: Ownership, step: int) -> Plan:
+    """Returns the plan that a repair is; `program` has the compute actions and transfers of the step as it began."""
+    there = frozenset(_ends(ownership, repair.done, repair.logged))
+    end = partial(with_end, ownership=ownership, there=there, healing=frozenset(repair.healing))
+    plan = Plan(step, RepairedProgram(repair.rests, program, end), repair.adopted, (), "", repair)
+    return _digested(plan, (repr(ownership), repr(repair)))
+
+
+def _repaired(source: PlanInput, base: Baseline, adopted: tuple[Slot, ...]) -> Repair | None:
     ownership, done = source.ownership, _done(source)
-    there, healing = frozenset(_held_at_end(source, done)), healing_in(source)
-    end = partial(with_end, ownership=ownership, there=there, healing=healing)
-    program = repaired(base, ownership, source.committed + 1, source.inventories, done, end)
+    rests = repaired(base, ownership, source.committed + 1, source.inventories, done)
+    if rests is None:
+        return None
+    program = RepairedProgram(rests, base.program, lambda worker, actions: actions)
     held = {inventory.worker: inventory for inventory in source.inventories}
-    for worker, actions in () if program is None else program.rewritten.items():
-        taken = ((WIRE, carried(action)) for action in actions if action.op in RECEIVE_OPS)
-        refuse_stuck({worker: actions}, ownership, (*_held_by(held[worker], source), *taken))
-    return program
+    for rest in rests:
+        if rest.rewritten is not None:
+            actions = program[rest.worker]
+            taken = ((WIRE, carried(action)) for action in actions if action.op in RECEIVE_OPS)
+            refuse_stuck({rest.worker: actions}, ownership, (*_held_by(held[rest.worker], source), *taken))
+    return Repair(rests, adopted, tuple(sorted(done)), _logged(source, done), tuple(sorted(healing_in(source))))
 
 
 def _refuse_impossible(source: PlanInput) -> None:
@@ -215,6 +238,11 @@ def _done(source: PlanInput) -> frozenset[Slot]:
     return frozenset(slot for slot in grid.slots() if all(each in whole_stages for each in _group(slot[1], grid)))
 
 
+def ends_tied_stages_together(done: Collection[Slot], grid: Grid) -> bool:
+    """Whether the slots that are done have no stage that shares a parameter with one that is not."""
+    return all((pipeline, other) in done for pipeline, stage in done for other in grid.tied_to(stage))
+
+
 def _group(stage: int, grid: Grid) -> list[int]:
     """Returns `stage` and the stages that share a parameter with it, directly or over other stages."""
     group = [stage]
@@ -238,20 +266,24 @@ def held_at_start(source: PlanInput) -> tuple[Held, ...]:
 def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
     for inventory in source.inventories:
         yield from _held_by(inventory, source)
-    yield from _held_at_end(source, done)
+    yield from _ends(source.ownership, sorted(done), _logged(source, done))
     for hand in _hands(source):
         yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
 
 
-def _held_at_end(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
-    """Yields the inputs of the optimizer step that workers hold of the slots that are done."""
+def _logged(source: PlanInput, done: Collection[Slot]) -> tuple[tuple[int, Slot], ...]:
+    """Returns the shadows that hold the inputs of the optimizer step of slots that are done."""
     logged = {each.worker: each.logged for each in source.inventories if each.step == source.committed + 1}
-    for slot in sorted(done):
-        owner, reduced = source.ownership.owner(*slot), Value(Kind.REDUCED, *slot)
+    shadows = ((worker, slot) for slot in sorted(done) for worker in source.ownership.shadows_of(*slot))
+    return tuple((worker, slot) for worker, slot in shadows if slot in logged.get(worker, ()))
+
+
+def _ends(ownership: Ownership, done: Iterable[Slot], logged: Iterable[tuple[int, Slot]]) -> Iterator[Held]:
+    """Yields the inputs of the optimizer step that owners and shadows hold of the slots that are done."""
+    for slot in done:
+        owner, reduced = ownership.owner(*slot), Value(Kind.REDUCED, *slot)
         yield from ((owner, reduced), (WIRE, reduced), (owner, Value(Kind.LOGGED, *slot)))
-        for shadow in source.ownership.shadows_of(*slot):
-            if slot in logged.get(shadow, ()):
-                yield shadow, Value(Kind.LOGGED, *slot)
+    yield from ((worker, Value(Kind.LOGGED, *slot)) for worker, slot in logged)
 
 
 def _held_by(inventory: Inventory, source: PlanInput) -> Iterator[Held]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from engine.core import messages
 from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checkpoint_rules import keeps
-from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
+from engine.core.errors import GPU_ERROR, InvariantError, ScheduleError, ensure, required
 from engine.core.exclusion import Cause, Exclusion, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import (
@@ -27,11 +27,12 @@ from engine.core.history.run_records import (
     HeirsRecord,
     PlanRecord,
 )
-from engine.core.job.job import is_due
+from engine.core.job.job import Job, is_due
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
 from engine.core.ownership import Ownership
 from engine.core.program.ballot import open_ballot
+from engine.core.program.build import baseline
 from engine.core.program.inventory import Inventory as Held
 from engine.core.program.inventory import (
     InventoryMessage,
@@ -39,8 +40,10 @@ from engine.core.program.inventory import (
     PlannedMessage,
     PreparedMessage,
     PrepareMessage,
+    from_json,
     to_json,
 )
+from engine.core.program.planner import PlanInput, repair_of
 from engine.core.protocol.coordinator_state import (
     CoordinatorState,
     Preparation,
@@ -447,10 +450,23 @@ def _send_plan(state: CoordinatorState) -> Decided:
         outputs.append(Write(HeirsRecord(epoch=number, owners=document.owners, shadows=document.shadows)))
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
-        outputs.append(tell_all(new, document))
+        outputs.append(tell_all(new, _with_repair(state.job, document)))
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
     return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
+
+
+def _with_repair(job: Job, document: PlanMessage) -> PlanMessage:
+    """Returns the document with its plan, if that is a repair; a document that cannot be is refused by the workers."""
+    if not document.before or (base := baseline(job.schedule, job.grid, document.before)) is None:
+        return document
+    ownership = Ownership(job.grid, document.owners, document.shadows)
+    try:
+        inventories = tuple(from_json(text) for _, text in document.inventories)
+        repair = repair_of(PlanInput(document.epoch, document.committed, ownership, inventories), base)
+    except InvariantError:
+        return document
+    return replace(document, repair=repair)
 
 
 def _start_training(state: CoordinatorState) -> Decided:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMessage
 from engine.core.ownership import Grid, Ownership
-from engine.core.program.build import baseline
+from engine.core.program.build import owners_program
 from engine.core.program.inventory import PlanMessage, from_json
-from engine.core.program.planner import EpochPlan, PlanInput, make_plan
+from engine.core.program.planner import EpochPlan, PlanInput, ends_tied_stages_together, make_plan, plan_of
 
 
 class GroupKey(NamedTuple):
@@ -176,8 +176,11 @@ def without(inbox: Inbox, message: ToWorker) -> Inbox:
 
 def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
     """Returns the plan that follows from a document, the same on all members; raises InvariantError if impossible."""
-    ownership = Ownership(grid, document.owners, document.shadows)
+    ownership, repair = Ownership(grid, document.owners, document.shadows), document.repair
+    if repair is not None and ends_tied_stages_together(repair.done, grid):  # a coordinator knows nothing of ties
+        program = owners_program(schedule, grid, document.before)
+        return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1))
     inventories = tuple(from_json(text) for _, text in document.inventories)
-    source = PlanInput(document.epoch, document.committed, ownership, inventories)
-    base = baseline(schedule, grid, document.before) if document.before else None
-    return EpochPlan(document, ownership, make_plan(source, base))
+    return EpochPlan(
+        document, ownership, make_plan(PlanInput(document.epoch, document.committed, ownership, inventories))
+    )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,12 +31,13 @@ from engine.core.errors import CoordinatorUnavailableError, InvariantError, Leas
 from engine.core.history.process_records import KeysLeftRecord, StoreRecord
 from engine.core.kv import KV, Change, Delete, KeyValue, Lease, Put, Txn, absent, equal
 from engine.core.ownership import by_slot
+from engine.core.program.build import baseline
 from engine.core.protocol.coordinator import is_to_be_kept, step
 from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
 from engine.core.protocol.membership import plan_document
 from engine.core.protocol.run_status import Heartbeats, Member, Slots, Verdicts
-from engine.core.protocol.state import State
+from engine.core.protocol.state import Phase, State
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.interrupts import RunInterruptedError
 from engine.runtime.process.recorder import Recorder
@@ -64,6 +66,7 @@ class Coordinator:
         entry = entries.get(STATE)
         self.state = first if entry is None else _resume(first, entries, now_ns)
         self._written = documents(self.state)
+        self._foreseen: tuple[int, ...] = ()
         self._verdicts = _read_verdicts(entries.get("verdicts"))
         unchanged = absent(STATE) if entry is None else equal(STATE, entry.value)
         changes = [Put(key, text.encode()) for key, text in self._written.items()]
@@ -87,7 +90,16 @@ class Coordinator:
             self._transact(Txn((self._election.fence, equal(STATE, self._written[STATE].encode())), changes))
             self._written, self._verdicts = written, verdicts
         self.state = new
+        self._foresee_repair()
         return outputs
+
+    def _foresee_repair(self) -> None:
+        """Lets a thread compute what the repair of the open step looks up, once for these owners: a plan is awaited."""
+        owners = self.state.membership.began
+        if owners != self._foreseen and self.state.membership.phase is Phase.RUNNING:
+            self._foreseen = owners
+            given = self.state.job.schedule, self.state.job.grid, owners
+            threading.Thread(target=baseline, args=given, name="baseline", daemon=True).start()
 
     def _transact(self, txn: Txn) -> None:
         outcome = self._kv.transact(txn)

@@ -25,7 +25,7 @@ from engine.core.action import Action, Program
 from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot, healed
-from engine.core.program.build import baseline, build_program
+from engine.core.program.build import build_program
 from engine.core.program.dependencies import peers_program
 from engine.core.program.inventory import PrepareMessage, to_json
 from engine.core.program.planner import EpochPlan
@@ -113,7 +113,7 @@ class PlannerThread:
         prepared = next((program for each, program in self._prepared if each is plan), None)
         if prepared is not None:
             return prepared
-        return self._part(plan.plan.program, plan.ownership, among_peers=plan.plan.is_repair)
+        return self._part(plan.plan.program, plan.ownership, among_peers=plan.plan.repair is not None)
 
     def default_program(
         self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
@@ -151,18 +151,6 @@ class PlannerThread:
             self._protocol.feed_aside(PlanPrepared(told.number, plan))
             kept = self._protocol.state.prepared
             self._prepared = [each for each in self._prepared if any(each[0] is other for other in kept)]
-
-    def prepare_repair(self, ownership: Ownership, step: int) -> None:
-        """Begins to compute what the repair of a step with these owners looks up, if it may come to that."""
-        job, grid = self._context.job, self._grid
-        if job.redundancy == "none" and grid.pipelines == 1:
-            return
-
-        def prepare() -> None:
-            with self._turn_in(step):
-                baseline(job.schedule, grid, ownership.owners)
-
-        self._thread.submit(prepare).add_done_callback(_log_error)
 
     def plan_next_step(self, given: PlanNextStep) -> None:
         """Starts to plan the step after the one that is about to begin."""
@@ -374,17 +362,13 @@ class Training:
     def _take_next_step(self, output: outputs.TakeNextStep) -> inputs.Input:
         next_step = self._planner.next_step()
         self._made_ready = next_step.worker_program
-        self._planner.prepare_repair(next_step.ownership, self._executor.step)
         return inputs.NextStepMade(next_step.ownership, next_step.is_healing)
 
     def _enter(self, output: outputs.Enter) -> None:
         program, self._made_ready = self._made_ready, None
         self._plane.epoch = self.context.control.accepted
         self._ownership = output.ownership
-        if program is None:
-            program = self._planner.default_program(output.ownership)
-            self._planner.prepare_repair(output.ownership, self._executor.step)
-        self._executor.enter(self._plane, program)
+        self._executor.enter(self._plane, program or self._planner.default_program(output.ownership))
 
     # A step
 
