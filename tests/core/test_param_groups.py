@@ -21,6 +21,10 @@ def test_a_text_has_patterns_with_arguments() -> None:
     assert param_groups("") == ()
 
 
+def test_a_group_may_have_the_rate_0_which_freezes_it() -> None:
+    assert param_groups("^head: lr=0") == (ParamGroup("^head", 0.0, {}),)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
