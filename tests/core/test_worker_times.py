@@ -84,6 +84,7 @@ def test_the_times_of_a_slot_are_of_its_forwards_and_backwards_of_all_microbatch
     assert took("0F0 0F1 0B0 0B1") == (10, 10)
     assert took("0F0 0F1 0I0 0W0 0I1 0W1") == (10, 20)
     assert took("0f0 0F0 0f1 0F1 0B0 0B1") == (10, 10)
+    assert took("0F0 0B0") == took("0F0 0F1 0F2 0B0 0B1 0B2") == (0, 0), "the others ran elsewhere, or twice"
     assert took("0F0 0F1 0B0") == took("0F0 0F0 0F1 0B0 0B1") == took("0F0 0F1 0I0 0W0 0I1") == took("") == (0, 0)
 
 
