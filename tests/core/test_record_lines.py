@@ -215,6 +215,11 @@ def test_nothing_is_left_out_within_the_limit_and_again_and_again_leaves_the_sam
     assert superfluous(num_bytes, kept, max(limit, sum(num_bytes.values()))) == set()
 
 
+def test_no_range_is_left_out_beyond_the_limit() -> None:
+    assert superfluous(dict.fromkeys(range(8), 1), (), 5) == {1, 3, 5}
+    assert superfluous(dict.fromkeys(range(8), 1), (), 4) == {1, 2, 3, 5}
+
+
 @settings(max_examples=40)
 @given(st.integers(2, 300), st.integers(8, 50))
 def test_a_run_that_grows_keeps_ranges_that_lie_evenly(count: int, most: int) -> None:
