@@ -172,6 +172,16 @@ def test_by_time_alone_orders_stand_before_their_causes() -> None:
     assert wrong > 20
 
 
+def test_the_order_within_one_file_is_known() -> None:
+    """A step that is committed again, soon afterwards, is no cause of its first validation."""
+    commit, validation = (replace(made(kind), step=5) for kind in ("commit", "validation"))
+    records = [replace(each, **stamp(at_ns)) for each, at_ns in ((commit, 100), (validation, 101), (commit, 102))]
+    causes = Causes([records, []], slack_ns=10)
+    causes.take(records[0], 0)
+    assert not causes.waits(records[1], 0)
+    assert causes.waits(records[1], 1)
+
+
 @pytest.mark.parametrize("knows", [True, False])
 def test_without_the_coordinators_folder_its_decisions_are_those_that_others_heard(knows: bool) -> None:
     draw = random.Random(5)  # noqa: S311
