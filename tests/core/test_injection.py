@@ -320,3 +320,22 @@ def test_a_sign_that_names_a_fault_confirms_no_other() -> None:
     run.give(injection.strike, "other")
     run.give(injection.see_sign, 1, "suffered", "nothing was done", "other")
     assert run.confirmed() == ["other"]
+
+
+def test_a_worker_that_is_started_again_gets_no_late_signal_of_the_one_before() -> None:
+    late = after("first", None, Worker(2), delay_ns=300)
+    run = Injected(kill(do="warn", parameters={"grace_ns": 100}), late)
+    run.give(injection.strike, "first")
+    run.dies(1)
+    run.give(injection.restart)
+    assert run.passes(200) == ()
+    run.passes(100)
+    assert run.struck() == [("first", 1), ("second", 2)]
+
+
+def test_the_grace_of_a_worker_is_that_of_its_latest_notice() -> None:
+    other = Fault("other", At(4, ACTION), (Worker(1),), "warn", {"grace_ns": 40})
+    run = Injected(kill(do="warn", parameters={"grace_ns": 100}), other, Fault("last", At(5, ACTION), (Worker(1),)))
+    for fault, grace_ns in (("first", 100), ("other", 40), ("last", 40)):
+        run.give(injection.strike, fault)
+        assert run.injection.grace_ns(1) == grace_ns
