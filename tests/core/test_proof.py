@@ -10,9 +10,12 @@ import pytest
 
 from engine.core.checks.proof import BUILT_IN_DATA, Computation, Proof, StepHashes, compare, fingerprint, proved
 from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
+from engine.core.history.process_records import ComparisonRecord
+from engine.core.history.run_history import history_of
 from engine.core.job.bit_fields import twin_of
 from engine.core.job.job import Job
 from engine.core.job.job_rules import check_job
+from engine.core.manifest import joined_buffers
 from engine.models.model_registry import DATA
 from tests.core.made_records import made_history
 
@@ -23,6 +26,7 @@ HISTORY = made_history(
         {"event": "comparison", "compared": 2, "steps": 2, "last_step": 1, "difference": None, "disturbed": None},
     ]
 )
+PLACES = [(layer, pipeline) for layer in range(2) for pipeline in range(2)]
 ROWS = [TrajectoryRow(step, layer, f"state-{step}-{layer}", "buffers", 1.5) for step in range(2) for layer in range(2)]
 
 
@@ -67,6 +71,27 @@ def test_a_loss_that_is_recorded_nowhere_is_told_in_words() -> None:
 def test_a_hash_that_no_worker_has_told_is_a_flaw_unless_another_host_has_it() -> None:
     assert "no worker has told this hash" in proof(hashes=lambda step: StepHashes()).flaws[0].text
     assert proof(hashes=lambda step: StepHashes(), is_alone=False).is_whole
+
+
+def test_buffers_are_those_that_the_workers_of_all_pipelines_have_told() -> None:
+    def flaws(of_second: str) -> list[str]:
+        def told(step: int) -> StepHashes:
+            return replace(told_by_workers(step), buffers={(layer, each): f"{each}" for layer, each in PLACES})
+
+        joined = joined_buffers(["0", of_second])
+        rows = {number: replace(row, buffers=joined) for number, row in enumerate(ROWS)}
+        found = proof(rows, hashes=told, num_pipelines=2).flaws
+        return [flaw.text for flaw in found if flaw.place == "trajectory.csv"]
+
+    assert flaws("1") == []
+    assert flaws("2")[0] == "step 0, layer 0: the workers have told another hash of the buffers"
+
+
+def test_a_second_comparison_is_a_flaw() -> None:
+    (comparison,) = HISTORY.of(ComparisonRecord)
+    twice = history_of([*HISTORY.records, comparison])
+    run, twin = (Computation(folder, ROWS, {}, 2) for folder in ("", "twin/"))
+    assert [flaw.text for flaw in proved(twice, run, twin, (), "").flaws] == ["the run was compared 2 times"]
 
 
 # The twin of a job, the name of its trajectory, and the comparison with it.
