@@ -14,6 +14,7 @@ from engine.bench.figures import (
     PIPELINE_GOAL_OF_IDEAL,
     BenchRow,
     Stamps,
+    at_most,
     ideal_seconds,
     in_turns,
     interval_rows,
@@ -181,3 +182,8 @@ def test_no_round_begins_that_would_end_too_late() -> None:
     taken = in_turns({"a": lambda: 1}, 9, 33.0, lambda: next(seconds))
     assert taken == {"a": [1, 1]}, "the second took 12 s, and 22 + 12 > 33"
     assert in_turns({"a": lambda: 1}, 9, -1.0) == {"a": [1]}, "there is always one"
+
+
+@pytest.mark.parametrize(("part", "figure"), [(0.01, 1), (0.5, 3), (0.6, 3), (0.61, 4), (0.99, 5), (1.0, 5)])
+def test_a_quantile_is_the_smallest_figure_that_this_part_does_not_exceed(part: float, figure: float) -> None:
+    assert at_most([5, 3, 1, 4, 2], part) == figure
