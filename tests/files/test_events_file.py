@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.codec.records import encoded
 from engine.core.errors import StorageError
+from engine.core.history.evidence import Chains, linked_lines
 from engine.core.history.process_records import FailedRecord, TwinRecord
 from engine.core.history.run_records import AGENT, VERSION, ActionRecord, UnreadLine
 from engine.core.history.step_files import FOLDER
+from engine.files.atomic_write import open_to_append
 from engine.files.events_file import read_events
-from engine.files.linked_lines import add_records
+from engine.files.linked_lines import add_records, append
 from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
 from tests.core.made_records import made
 
@@ -101,3 +104,29 @@ def test_what_is_learned_afterwards_is_added(tmp_path: Path) -> None:
         assert before_ns <= each.at_ns <= time.monotonic_ns()
     with pytest.raises(StorageError):
         add_records(tmp_path / "nowhere" / "events.jsonl", twin)
+
+
+@pytest.mark.parametrize(
+    ("taken", "content"), [(4, b"0123\n0123456789\n"), (10, b"0123456789\n"), (0, b"0123456789\n")]
+)
+def test_a_line_of_which_the_kernel_takes_a_part_is_ended_and_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int, content: bytes
+) -> None:
+    sizes, write = iter([taken]), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: next(sizes, None)]))
+    fd = open_to_append(tmp_path / "events.jsonl")
+    append(fd, b"0123456789\n")
+    os.close(fd)
+    assert (tmp_path / "events.jsonl").read_bytes() == content
+
+
+def test_a_chain_is_broken_where_its_first_record_is_gone() -> None:
+    lines = linked_lines(encoded(replace(made("go"), worker=AGENT, pid=7, at_ns=each)) for each in (1, 2, 3))
+    for gone, broken in ((0, 1), (1, 2), (2, None)):
+        chains = Chains()
+        for number, line in enumerate(lines.splitlines()):
+            if number != gone:
+                chains.take(line)
+        chains.end()
+        told = "this record was changed, or a line before it is gone"
+        assert chains.broken == (None if broken is None else (broken, told))
