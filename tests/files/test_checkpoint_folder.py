@@ -58,6 +58,15 @@ def test_the_newest_good_one_is_found_and_newer_ones_are_named(folder: Checkpoin
     assert [(each.name, each.reason) for each in found.refused] == [(newest, "another model")]
 
 
+def test_of_two_of_one_step_the_refused_one_is_named(folder: CheckpointFolder) -> None:
+    for loss in (1.0, 2.0):
+        save(folder, 7, loss=loss)
+    bad, good = folder.names()
+    wrong = folder.manifest(bad)
+    found = folder.newest_good(refuses=lambda manifest: "another model" if manifest == wrong else "")
+    assert (found.name, [each.name for each in found.refused]) == (good, [bad])
+
+
 def test_pruning_leaves_the_newest_and_those_in_use(folder: CheckpointFolder) -> None:
     names = [save(folder, step) for step in range(5)]
     assert folder.prune(2, in_use=[names[1]]) == (names[0], names[2])
