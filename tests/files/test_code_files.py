@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.core.job.job import Job
-from engine.files.jobs.user_files import code_files, file_hash
+from engine.files.jobs.user_files import code_files, data_files, file_hash
 
 RAISES = "raise SystemExit('imported')\n"
 
@@ -120,3 +120,11 @@ def test_a_file_is_read_once_as_long_as_it_is_the_same(tmp_path: Path, monkeypat
     assert len(digests) == 3
     path.write_bytes(b"three")
     assert file_hash(path) != first
+
+
+def test_of_a_folder_of_data_hidden_folders_and_what_runs_keep_do_not_count(here: Path) -> None:
+    for name in ("a.txt", "inner/b.txt", ".git/c", "inner/__pycache__/d", "results/e", "kept/f"):
+        (here / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "texts" / name).write_text(name)
+    job = Job(data="mine:make", data_args={"root": "texts"}, results="texts/results", checkpoints="texts/kept")
+    assert [name for name, _, _ in data_files(job)] == ["texts/a.txt", "texts/inner/b.txt"]
