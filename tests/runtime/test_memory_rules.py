@@ -43,6 +43,18 @@ def row_of_weights() -> list[nn.Module]:
     return [first, With(first.linear.bias.detach())]
 
 
+class TwoViews(With):
+    """Has a buffer, and a view of it as another one."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(WIDTH))
+        self.register_buffer("head", self.get_buffer("row")[:4])
+
+
+def two_views() -> list[nn.Module]:
+    return [TwoViews(), nn.Linear(WIDTH, 1)]
+
+
 def built(model: str) -> Model:
     job = Job(model=f"tests.runtime.test_memory_rules:{model}", data="synthetic")
     return build_model(job, open_data(job).facts)
@@ -50,6 +62,7 @@ def built(model: str) -> Model:
 
 def test_buffers_of_several_layers_are_known() -> None:
     assert built("shares_a_table").shared_buffers == (((0, "row"), (2, "row")),)
+    assert built("two_views").shared_buffers == ()
 
 
 def test_buffers_in_parameters_are_refused_by_name() -> None:
