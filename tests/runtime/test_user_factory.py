@@ -179,6 +179,12 @@ def make():
 """
 
 
+def test_a_tie_that_a_model_names_itself_is_there_once(module: WriteModule) -> None:
+    named = MODEL_OF_MODULES.replace("loss=loss)", "loss=loss, ties=(Tie(((0, 'weight'), (3, 'weight'))),))")
+    name = module(f"from engine.models.layers import Tie\n{named}")
+    assert build_model(Job(model=f"{name}:make"), FACTS).ties == (Tie(((0, "weight"), (3, "weight"))),)
+
+
 def test_the_layers_of_a_model_may_be_modules_functions_and_specs(module: WriteModule) -> None:
     model = build_model(Job(model=f"{module(MODEL_OF_MODULES)}:make"), FACTS)
     assert [(each.name, each.kind) for each in model.layers] == [
