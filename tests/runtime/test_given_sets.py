@@ -128,6 +128,11 @@ def both(input_ids: Tensor, labels: Tensor) -> None:
         (lambda x: None, ("input_ids", "labels"), InputSelection((0,), {})),
         (lambda *inputs: None, ("input_ids", "mask", "labels"), InputSelection((0, 1), {})),
         (lambda **named: None, ("input_ids", "mask", "labels"), InputSelection((), {"input_ids": 0, "mask": 1})),
+        (
+            lambda labels, **named: None,
+            ("input_ids", "mask", "labels"),
+            InputSelection((), {"input_ids": 0, "mask": 1, "labels": 2}),
+        ),
         (lambda mask=None: None, ("input_ids", "mask", "labels"), InputSelection((), {"mask": 1})),
         (lambda x: None, ("input_ids", "mask", "labels"), "columns that the first layer takes (x)"),
         (lambda input_ids, place: None, ("input_ids", "mask", "labels"), "columns that the first layer takes"),
