@@ -189,7 +189,42 @@ class Remembering(Base):
         return self.b(self.hidden[0] * self.mask)
 
 
-RUNS = [OwnGradient, Modes, Routed, Recurrent, InPlace, Parametrized, Weighted, Remembering]
+class LossByMode(Base):
+    """Returns another loss in evaluation than in training."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss = (self.b(self.a(x)) - labels).square().mean()
+        return loss * 3 if self.training else loss
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class PartOverwritten(Base):
+    """Overwrites a part of an activation through a view, behind submodules at which a border would part the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Shift(), Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        part = hidden[:, :16]
+        shifted = self.two(self.one(hidden))
+        part += 1
+        return self.b(hidden + shifted)
+
+
+RUNS = [
+    *(OwnGradient, Modes, Routed, Recurrent, InPlace, Parametrized, Weighted, Remembering, LossByMode),
+    PartOverwritten,
+]
 
 
 def built(factory: str, data: str = "synthetic", **fields: Any) -> tuple[Job, Model, Batch]:
@@ -295,6 +330,11 @@ class OverwritesConstant(Base):
 class EarlyLabels(Base):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.b(self.a(x) * labels.mean()).mean()  # here
+
+
+class DrawsInLoss(Base):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.dropout(self.b(self.a(x)) - labels).square().mean()  # here
 
 
 class LabelsWithoutLoss(Base):
@@ -424,6 +464,7 @@ REFUSED: dict[type[nn.Module], str] = {
     HiddenParameter: r"`return .*  # here`: a tensor with gradients that is no parameter",
     OverwritesConstant: r"`self.count \+= 1  # here`: it overwrites a tensor that is no buffer",
     EarlyLabels: r"`return .*  # here`: 'b.weight' meets a value that depends on the targets .*give the targets as an",
+    DrawsInLoss: r"`return .*  # here`: the loss draws random numbers .*draw them before the loss",
     LabelsWithoutLoss: "expected a forward that takes targets and returns the loss, found NoneType as the loss of dict",
     OtherBorder: r"float32 \[4, 32\], float32 \[4, 32\] in training, float32 \[4, 32\] in evaluation, at the begin",
     CountsCalls: r"in _factor: `self.calls \+= 1  # here`: the forward changes 'calls'.*register it as a buffer",
