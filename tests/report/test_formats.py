@@ -99,6 +99,12 @@ def test_what_got_slower_stands_first(run: RunTables) -> None:
     assert dict(zip(back["figure"], back["verdict"], strict=True))["action F"] == "faster"
 
 
+def test_a_figure_with_few_values_on_one_side_has_no_verdict(run: RunTables) -> None:
+    short = load([_slower(event) for event in MadeUpRun(steps=3).events()])
+    for table in (compare(run, short), compare(short, run)):
+        assert dict(zip(table["figure"], table["verdict"], strict=True))["step"] == "too few"
+
+
 def _slower(event: dict[str, object]) -> dict[str, object]:
     """Makes a forward take three times as long by an earlier start."""
     action = str(event.get("action", ""))
