@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -128,6 +131,15 @@ def test_a_restart_from_a_checkpoint_is_one_row_and_no_worker_took_over() -> Non
     assert (row["outcome"], row["rung"], row["step"]) == ("recovered", "checkpoint", 5)
     told = headline(run)[1]
     assert told.startswith("The state was lost; training went on from the checkpoint of step 4; training stalled for ")
+
+
+def test_a_worker_that_is_lost_before_the_first_commit_is_told_with_the_restart() -> None:
+    job, host, *events = MadeUpRun().events()
+    lost = agent("exit", 100, of=2, code=-9, expected=False, seen_ns=100_000_000)
+    run = load([job, host, lost, agent("restart", 101), *events])
+    assert list(run.recovery["outcome"]) == ["restarted"]
+    text = "Worker 2 was lost before the first commit, and all workers were started again. All 10 steps"
+    assert headline(run)[1].startswith(text)
 
 
 def test_the_steps_before_a_resumed_run_are_not_its_own() -> None:
@@ -396,6 +408,22 @@ def test_two_deaths_are_two_rows_and_runs_are_joined(run: RunTables) -> None:
     assert list(twice.recovery["who"]) == ["1", "4"]
     assert list(joined([run, twice], "recovery")["run"]) == ["made-up", "twice", "twice"]
     assert headline(twice)[1].startswith("2 workers were lost; others took over")
+
+
+def test_each_recovery_on_the_page_has_its_own_heirs() -> None:
+    text = page(load(MadeUpRun(dead=((3, 2), (6, 1))).events()))
+    assert re.findall(r"<td[^>]*>(worker \d: stages? [^<]*)</td>", text) == [
+        "worker 1: stage 2",
+        "worker 0: stages 1, 2",
+    ]
+
+
+def test_a_page_that_is_full_has_the_actions_near_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.report.pages.page.MAX_ACTIONS", 1_000)
+    drawn = timeline(load(MadeUpRun(steps=40, dead=((30, 2),)).events()))
+    steps = {*np.frombuffer(base64.b64decode(drawn["actions"]["step"][1]), "<i4").tolist()}
+    assert 30 in steps and steps <= {*range(25, 36)}
+    assert drawn["left_out"] > 0
 
 
 def test_a_run_of_which_next_to_nothing_is_known() -> None:
