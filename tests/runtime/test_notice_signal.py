@@ -68,3 +68,15 @@ assert not given.acquire(timeout=0.3), "a notice for the worker"
 print("none")
 """
     assert answer(code) == "0: none\n"
+
+
+def test_another_signal_with_a_handler_is_no_notice() -> None:
+    code = """
+signal.signal(signal.SIGUSR1, lambda number, frame: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+assert not given.acquire(timeout=0.3), "a notice for another signal"
+signal.pthread_kill(threads[1].ident, signal.SIGTERM)
+assert given.acquire(timeout=20)
+print("one")
+"""
+    assert answer(code) == "0: one\n"
