@@ -63,6 +63,28 @@ def test_who_does_not_renew_is_followed_and_can_write_no_more(backend: Backend) 
     late.resign()
 
 
+def test_a_late_holder_of_a_kept_lease_takes_nothing_from_its_successor(backend: Backend) -> None:
+    client = backend.client()
+    lease = client.grant(60)
+    late, (next_one,) = Election(client, KEY, b"late", 60, lease), candidates(backend, 1)
+    assert late.poll() and not next_one.poll()
+    client.revoke(lease)
+    assert next_one.poll()
+    late.resign()
+    found = client.get(KEY)
+    assert found is not None and found.value == b"c0"
+
+
+def test_a_kept_lease_outlives_the_key(backend: Backend) -> None:
+    client = backend.client()
+    lease = client.grant(60)
+    first, (next_one,) = Election(client, KEY, b"first", 60, lease), candidates(backend, 1)
+    assert first.poll()
+    first.resign()
+    assert client.keep_alive(lease)
+    assert next_one.poll()
+
+
 def test_a_lease_that_expires_before_the_key_is_taken_is_another_try(backend: Backend) -> None:
     client = backend.client()
     grant = client.grant
