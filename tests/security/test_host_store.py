@@ -129,7 +129,7 @@ def test_a_store_is_reached_under_a_long_path_and_after_a_move(tmp_path: Path, m
         moved.rename(logs)
 
 
-@pytest.mark.parametrize("how", ["link", "mode", "file", "linked socket"])
+@pytest.mark.parametrize("how", ["link", "mode", "group", "file", "linked socket"])
 def test_a_socket_that_is_not_private_is_not_asked(tmp_path: Path, how: str) -> None:
     """A run folder from elsewhere may hold a link to the socket of another user."""
     data, other = tmp_path / "etcd", tmp_path / "other"
@@ -141,9 +141,9 @@ def test_a_socket_that_is_not_private_is_not_asked(tmp_path: Path, how: str) -> 
         if how == "link":
             data.rmdir()
             data.symlink_to(other)
-        elif how == "mode":
+        elif how in ("mode", "group"):
             (other / SOCKET).rename(data / SOCKET)
-            data.chmod(0o711)
+            data.chmod(0o711 if how == "mode" else 0o710)
         elif how == "file":
             (data / SOCKET).write_text("")
         else:
