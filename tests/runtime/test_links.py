@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links import INLINE, MOST_BYTES, RING_BYTES, Frame
+from engine.core.links import INLINE, MOST_BYTES, RING_BYTES, Frame, Mailbox
 from engine.runtime.transport.direct_transport import DirectTransport
 from engine.runtime.transport.links import Links
 from engine.runtime.transport.peer_link import Ends, PeerLink
@@ -338,6 +339,55 @@ def test_a_message_before_its_link_is_there_is_kept_and_a_fence_drops_it(linked:
     assert not linked.links[0]._links[1].owes
     desk.link.send = given
     assert len(held) == 1
+
+
+class Narrow:
+    """A wire that takes `room` bytes, and then none."""
+
+    room = 100
+
+    def __init__(self) -> None:
+        self.taken = b""
+
+    def write(self, parts: Sequence[Any]) -> int:
+        if not self.room:
+            raise BlockingIOError
+        data = b"".join(parts)[: self.room]
+        self.taken, self.room = self.taken + data, self.room - len(data)
+        return len(data)
+
+
+def test_the_rest_of_a_frame_behind_a_fence_has_the_bytes_of_before() -> None:
+    """The tensors may change from the fence on, and the other end may still be in the epoch of the frame."""
+    wire: Any = Narrow()
+    link = PeerLink(1, Mailbox(), lambda size: memoryview(bytearray(size)), print)
+    link.attach(Ends(wire))
+    body = bytearray(1_000)
+    assert link.send(3, 8, [memoryview(body)]) == "socket"
+    link.drop_unsent()
+    body[:] = b"x" * len(body)
+    wire.room = 10_000
+    assert link.flush() == ""
+    assert wire.taken[-len(body) :] == bytes(len(body))
+
+
+def test_an_end_that_never_comes_is_given_up_after_a_while(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    links, given = linked.links[0], linked.desks.by_worker[0].given_links
+
+    def begin(epoch: int) -> PeerLink:
+        """Sends a message over a link that the agent announces, and whose other end does not come."""
+        linked.enter(epoch)[0].in_order.send(1, KEY, number(epoch))
+        while not given.empty():
+            message, ends = given.get()
+            links._newest[1] = message.number, time.monotonic()
+            for each in ends:
+                os.close(each)
+        return links._links[1]
+
+    first = begin(0)
+    assert begin(1) is first and not first.is_broken
+    monkeypatch.setattr("engine.runtime.transport.links.GREET_S", -1.0)
+    assert begin(2) is not first and first.is_broken
 
 
 def test_without_room_for_a_ring_all_goes_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
