@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.runtime.device.device import HOST
-from engine.runtime.transport.transfers import arriving, post_bulk, receive_bulk, send_bulk
+from engine.runtime.transport.transfers import arriving, chunks_of, post_bulk, receive_bulk, send_bulk
 from engine.runtime.transport.transport import TensorSpec
 
 MIB = 1 << 20
@@ -70,3 +70,8 @@ def test_a_receiver_that_takes_each_tensor_as_it_arrives_keeps_no_other() -> Non
         arrived.append(index)
         del tensor
     assert sorted(arrived) == [0, 1, 2, 3]
+
+
+def test_small_tensors_are_sent_together_in_chunks_of_16_mib_at_most() -> None:
+    assert [len(chunk) for chunk in chunks_of([1_000_000] * 18)] == [16, 2]
+    assert [len(chunk) for chunk in chunks_of([MIB // 2] * 33)] == [32, 1]
