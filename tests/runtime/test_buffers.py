@@ -168,10 +168,10 @@ class Rebinds(Aliased):
         return super().forward(x)
 
 
-def probed(*layers: object) -> None:
+def probed(*layers: object, name: str = "seen") -> None:
     """Runs the first forward of a stage of these layers."""
     specs = tuple(LayerSpec(str(index), "Layer", build) for index, build in enumerate(layers))  # type: ignore[arg-type]
-    model = Model(specs, default_loss, shared_buffers=(((0, "seen"), (5, "seen")),))
+    model = Model(specs, default_loss, shared_buffers=(((0, name), (5, name)),))
     Stage(Job(), model, 0, 0, len(specs)).probe((torch.ones(2, WIDTH),))
 
 
@@ -211,6 +211,25 @@ def test_a_buffer_of_several_layers_is_refused_if_one_changes_it() -> None:
     with pytest.raises(UserError, match=r"'seen' of layer 0, which layer 5 has too \(read it in"):
         probed(lambda: Sees("in place", torch.zeros(1)))
     probed(lambda: Sees("", torch.zeros(1)), lambda: Sees("", KEPT), lambda: viewed(""))
+
+
+class Around(nn.Module):
+    """Has a layer inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_buffer_of_an_inner_module_is_told_and_known_by_its_path() -> None:
+    with pytest.raises(UserError, match=r"'inner\.seen' of layer 0, whose builder returns it again"):
+        probed(lambda: Around(Sees("in place", KEPT)))
+    with pytest.raises(UserError, match=r"'inner\.seen' of layer 0, which layer 5 has too"):
+        probed(lambda: Around(Sees("in place", torch.zeros(1))), name="inner.seen")
+    probed(lambda: Around(Sees("in place", torch.zeros(1))))
 
 
 def test_each_kind_of_layer_can_be_kept() -> None:
