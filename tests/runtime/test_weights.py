@@ -15,15 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from engine.core.checkpoint_rules import Resumption
 from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
-from engine.core.manifest import Manifest, prefixes
+from engine.core.manifest import DamagedCheckpointError, Manifest, prefixes
 from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.jobs.checkpoint_place import hash_as_given
 from engine.harness.run_list import export_weights
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
 from engine.runtime.checkpoint.export import INDEX, GivenWeights, check_given, export
+from engine.runtime.checkpoint.loader import load
+from engine.runtime.stage.replicas import Replicas
 from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 from tests.runtime.weights_models import sequential
@@ -242,3 +245,35 @@ def test_outputs_of_another_form_are_refused(kept: Kept, tmp_path: Path) -> None
 def test_layers_of_one_name_have_their_numbers() -> None:
     assert prefixes(["a", "b"]) == ("a.", "b.")
     assert prefixes(["a", "a"]) == ("0.", "1.")
+
+
+def _replicas() -> Replicas:
+    """Returns the stage of the job that has buffers, and weights of other strides than the usual ones."""
+    return Replicas(JOB, build_model(JOB, open_data(JOB).facts), (0, 2, 4), [(0, 1)])
+
+
+def _from_checkpoint(kept: Kept) -> Resumption:
+    name = kept.folder.names()[-1]
+    return Resumption(name.step, kept.folder.place, name.file)
+
+
+def test_read_buffers_are_those_of_the_step_boundary(kept: Kept, tmp_path: Path) -> None:
+    """Whoever takes over, or writes a checkpoint, reads these."""
+    export(kept.folder, kept.manifest, tmp_path / "model.safetensors")
+    given, loaded = _replicas(), _replicas()
+    GivenWeights(str(tmp_path / "model.safetensors")).fill(given)
+    load(loaded, _from_checkpoint(kept))
+    for replicas in (given, loaded):
+        stage = replicas.stages[0, 1]
+        (boundary,) = stage.boundary
+        assert int(stage.layers[3].get_buffer("norm.num_batches_tracked")) == JOB.steps * JOB.microbatches
+        assert all(torch.equal(*pair) for pair in zip(boundary, stage.buffers(), strict=True))
+
+
+def test_a_checkpoint_of_weights_with_other_strides_fits_no_model(kept: Kept) -> None:
+    replicas = _replicas()
+    load(replicas, _from_checkpoint(kept))
+    weight = replicas.stages[0, 1].layers[3].get_parameter("conv.weight")
+    weight.data = torch.empty(weight.shape).copy_(weight.detach())
+    with pytest.raises(DamagedCheckpointError, match=r"expected weight/conv.weight with strides \(9, 9, 3, 1\)"):
+        load(replicas, _from_checkpoint(kept))
