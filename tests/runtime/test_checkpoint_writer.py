@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.core.checkpoint_rules import KeptMessage, StateShare, UnkeptMessage
+from engine.core.errors import StorageError
 from engine.core.manifest import Part
 from engine.core.protocol.worker_state import Keep
 from engine.files.checkpoint_folder import checkpoints_at
@@ -218,6 +219,20 @@ def test_a_third_copy_finds_no_room_while_two_wait_for_a_disk(monkeypatch: pytes
     checkpoints.join_writes()
     steps = [each.step for each in told.messages if isinstance(each, KeptMessage)]
     assert (set(steps), steps) == ({5, 6}, sorted(steps)), "a newer checkpoint that is whole replaces an older one"
+
+
+def test_a_copy_waits_for_room_only_while_nothing_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkpoints, _ = written(trained(small_job(**ALONE), 1), tmp_path)
+    checkpoints._room = threading.Semaphore(0)
+    alarm = threading.Timer(0.1, checkpoints._room.release)
+    alarm.start()
+    with checkpoints._given_room():
+        alarm.join()
+    assert checkpoints._room.acquire(blocking=False)
+    for room_s in (0.0, 3600.0):  # the second time it does not wait
+        monkeypatch.setattr(writer, "_ROOM_S", room_s)
+        with pytest.raises(StorageError, match="were not written within"), checkpoints._given_room():
+            pass
 
 
 def test_no_step_waits_for_a_store_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
