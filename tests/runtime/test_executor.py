@@ -12,7 +12,7 @@ import torch
 from engine.core.action import Action, Op, parse_action
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.faults.fault import At, Fault, When, Worker
-from engine.core.messages import AuditMessage
+from engine.core.messages import AuditMessage, CommitMessage
 from engine.core.ownership import Grid, Ownership, Slot, fresh
 from engine.core.value import Kind, Value
 from engine.models.data_sources import open_data
@@ -21,6 +21,7 @@ from engine.runtime.agent.run_state import RunState
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
+from engine.runtime.stage.gradient_log import LogEntry
 from engine.runtime.stage.replicas import Replicas, ValueStore
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.step_end import StepEnd, WorkerContext
@@ -203,6 +204,19 @@ def test_a_fence_takes_nobody_out_of_the_optimizer_steps() -> None:
     for op in (Op.F, Op.LOG, Op.COMMIT):
         with pytest.raises(Fenced):
             executor._meet(Action(0, op), failpoint)
+
+
+def test_a_replica_that_has_not_taken_the_step_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be taken for one of the next step."""
+    executor = lone_executor(pipelines=2)
+    replicas = executor.context.replicas
+    replicas.await_heal((1, 0))
+    replicas.healed((1, 0))
+    executor.end.logged[0, 0] = LogEntry({}, (), ())
+    monkeypatch.setattr(executor, "_run_all", lambda entries, check: None)
+    executor.catch_up(CommitMessage(0, 1.0, "step"))
+    assert replicas.whole() == ((0, 0),)
+    assert executor.step == 1 and not executor.end.logged
 
 
 def test_what_stays_at_its_worker_is_dropped_after_its_use() -> None:
