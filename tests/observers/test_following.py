@@ -15,7 +15,7 @@ from engine.core.job.job import Job, logger_names
 from engine.files.jobs.job_layers import foreign_values
 from engine.files.jobs.job_value import FieldValue
 from engine.observers import observers as registry
-from engine.observers.loggers import FILE, StepDone
+from engine.observers.loggers import FILE, RecoveryDone, StepDone, TrainingDone
 from engine.observers.observer_process import words
 from engine.observers.observers import LOGGERS, LoggerFeed, LoggerProgress, ProgressPage, logger_problems, made_logger
 from tests.core.made_records import lines_of, made
@@ -74,6 +74,7 @@ def test_a_logger_gets_all_that_is_committed_in_order(tmp_path: Path) -> None:
     assert first.metrics.keys() == {"loss", "grad_norm", "lr", "samples_per_s"}
     assert (validation.step, validation.name, validation.samples) == (0, "held", 8)
     assert (validation.loss, validation.metrics) == (4.0, {"f1": 0.25})
+    assert third.seconds == 2.0, "since the commit before the recovery"
     assert third.recoveries == (recovery,) and recovery.step == 2 and recovery.stall_ms == 1000.0
     assert (end.outcome, end.exit_code, end.steps, end.error) == ("finished", 0, 3, "")
 
@@ -154,6 +155,31 @@ def test_mlflow_gets_the_job_the_figures_of_each_step_and_the_end(
     stand_in(monkeypatch, "mlflow", **functions, end_run=told.append)
     followed(made_logger("mlflow"), tmp_path)
     assert params["model"] == JOB.model and logged == [0, 0, 1, 2, 2] and told == [tmp_path.name, "FINISHED"]
+
+
+@pytest.mark.parametrize(("outcome", "code", "told"), [("interrupted", 130, "KILLED"), ("failed", 3, "FAILED")])
+def test_mlflow_gets_the_end_of_a_run_that_has_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, code: int, told: str
+) -> None:
+    ended: list[str] = []
+    others = dict.fromkeys(("start_run", "log_params"), lambda *values, **named: None)
+    stand_in(monkeypatch, "mlflow", **others, end_run=ended.append)
+    logger: Any = made_logger("mlflow")
+    logger.start(JOB, tmp_path)
+    logger.finish(TrainingDone(outcome, code, 1, "", 0.0))
+    assert ended == [told]
+
+
+def test_tensorboard_has_no_figure_of_a_stall_that_is_not_known(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger: Any = made_logger("tensorboard")
+    logger.start(JOB, tmp_path)
+    logger.recovery(RecoveryDone(2, (1,), "shadow", None, 0, "worker 1 was lost"))
+    logger.finish(TrainingDone("finished", 0, 3, "", 0.0))
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert found.Tags()["scalars"] == []
+    assert len(found.Tensors("recovery/text_summary")) == 1
 
 
 def test_tensorboard_writes_what_its_own_reader_finds(tmp_path: Path) -> None:
