@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.core.errors import BambooError, ExitCode
-from engine.core.history.process_records import TrainingEndedRecord, WaitingRecord
+from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
 from engine.core.history.run_records import VERSION, AddedRecord, CrampedRecord, JobRecord
 from engine.core.job.job import Job
 from engine.files.host_facts import host_facts
@@ -115,3 +116,22 @@ def test_the_command_says_that_its_worker_waits_for_memory(monkeypatch: pytest.M
         ("cramped", "worker 3 has memory enough now, and may join"),
     ]
     assert [event for event, _ in told] == ["started", "waits", "cramped", "cramped", "run ended"]
+
+
+def test_a_worker_that_dies_is_told_of_though_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, run: Made) -> None:
+    folder = run(ELASTIC)
+    waits = iter(range(1_000))
+
+    def wait(is_breakable: bool) -> None:
+        number = next(waits)
+        if number == 0:
+            (request,) = folder.path.glob("join-*")
+            add_records(folder.events, AddedRecord(at_ns=5, request=request.name, of=3, joins=True))
+        elif number == 1:
+            add_records(folder.events, ExitRecord(at_ns=8, of=3, code=-9, expected=False, seen_ns=7))
+        time.sleep(0.001)
+
+    monkeypatch.setattr(join_run, "_pause", wait)
+    monkeypatch.setattr(join_run, "_ENDS_WITHIN_S", 0.05)
+    with pytest.raises(BambooError, match="worker 3 has ended with code -9, and the run goes on without it"):
+        list(AddedWorker(folder, is_standby=False).follow())
