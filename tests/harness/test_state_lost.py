@@ -205,6 +205,13 @@ def test_whoever_is_given_up_is_gone_and_whoever_leaves_is_not() -> None:
     assert (found.workers, [*found.gone]) == (2, [2])
 
 
+def test_one_worker_that_hangs_is_no_sign_of_an_endless_model() -> None:
+    hangs = epoch(1, [0, 0, 2], [[1, "hangs for 30.0 s (limit 30.0 s)", "hang", None]])
+    found = loss_of(LAZY, [*BEGIN, hangs])
+    assert (found.hung, found.hangs_everywhere) == ({1}, False)
+    assert not loss_of(LAZY, BEGIN).hangs_everywhere
+
+
 def test_no_redundancy_is_advised_for_a_model_that_hangs_everywhere() -> None:
     """The advice was --pipelines 2, with which more workers hang."""
     hangs = [
