@@ -161,6 +161,13 @@ def test_clean_deletes_runs_only_on_request(tmp_path: Path) -> None:
     assert (tmp_path / new).is_dir()
 
 
+def test_clean_with_keep_leaves_the_newest_runs_and_none_with_0(tmp_path: Path) -> None:
+    names = [make_run(tmp_path, "mlp", ENDED, hour=hour) for hour in (1, 2, 3)]
+    for keep in (2, 1, 0):
+        say("clean", "--results", tmp_path, "--keep", keep)
+        assert [path.name for path in sorted(tmp_path.glob("2*"))] == names[3 - keep :]
+
+
 def test_a_wrong_age_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--older-than: expected an age such as 7d, 12h or 30m, found '7 days'"):
         say("clean", "--results", tmp_path, "--older-than", "7 days")
