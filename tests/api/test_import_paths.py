@@ -14,6 +14,7 @@ import engine
 from engine import dry_run, train
 from engine.api.import_paths import folders_of, import_path
 from engine.api.run import WITHIN, TrainingRun, error_of
+from engine.api.training import _keywords
 from engine.core.errors import (
     BambooError,
     ExitCode,
@@ -129,3 +130,17 @@ def test_the_package_is_light_and_says_its_names() -> None:
     assert engine.train is train
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         engine.trian  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_weights_that_are_named_come_before_those_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module begins with its own weights only where the call names no others."""
+    from torch import nn
+
+    module = nn.Linear(2, 2)
+    monkeypatch.setattr(sys.modules[__name__], "MODULE", module, raising=False)
+    values = {"results": str(tmp_path), "init": "given.safetensors"}
+    assert _keywords(module, None, None, values, has_weights=True)["init"] == "given.safetensors"
+    assert [*tmp_path.iterdir()] == []
+    (own,) = {_keywords(module, None, None, values | {"init": ""}, has_weights=True)["init"] for _ in range(2)}
+    assert [str(each) for each in tmp_path.iterdir()] == [own]
+    assert "init" not in _keywords(module, None, None, {"results": str(tmp_path)}, has_weights=False)
