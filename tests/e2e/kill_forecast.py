@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.action import STAGE_OPS, Action, Op, Program
 from engine.core.faults.fault import WHENS, When
@@ -211,6 +211,12 @@ def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
     return tuple(worker for worker in forecast.members if forecast.survives(worker))
 
 
-def without_redundancy(job: Job) -> Job:
-    """Returns the job without redundancy and shards; every run of `job` must have its trajectory."""
-    return replace(job, redundancy="none", redundancy_level=1, log_every=0, backend="auto", fsdp=0)
+def in_one_stage(job: Job) -> Job:
+    """Returns the job with one worker for each pipeline, which does all in turn and without sleep.
+
+    Every run of `job` must have its trajectory, and it starts in a fraction of the time.
+    """
+    alone = replace(job, redundancy="none", redundancy_level=1, log_every=0, backend="auto", fsdp=0, elastic=False)
+    awake = {"forward_ms": 0, "backward_ms": 0} if job.model == "timed" else {}
+    shape: dict[str, Any] = {"stages": 1, "stages_per_worker": 1, "blocks": 1, "standby": 0, "schedule": "1f1b"}
+    return replace(alone, **shape, model_args=job.model_args | awake)

@@ -19,7 +19,7 @@ from engine.core.job.job import Job
 from engine.runtime.agent.run_state import Ending, RunState
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.spawner import Spawner
-from tests.e2e.kill_forecast import Kill, without_redundancy
+from tests.e2e.kill_forecast import Kill, in_one_stage
 from tests.e2e.recorded import events_of
 from tests.kills import parse_kills
 
@@ -97,8 +97,8 @@ class Runs:
         return ending, events_of(events)
 
     def twin(self, job: Job) -> tuple[object, ...]:
-        """Returns the outcome of a job without deaths and without redundancy."""
-        job = without_redundancy(job)
+        """Returns the outcome of a job without deaths, redundancy and transfers between stages."""
+        job = in_one_stage(job)
         if repr(job) not in self._twins:
             ending, _ = self.run(job)
             assert ending.error is None, ending.error
@@ -111,7 +111,7 @@ class Runs:
         faults = (*parse_kills([kill.text for kill in kills], job), *([second] if second else ()))
         ending, events = self.run(job, faults)
         victims = {event["of"] for event in events if event["event"] == "fault"}
-        return [*differences(ending, twin), *_not_as_forecast(kills, events), *lives(events, victims)]
+        return [*differences(ending, twin), *not_as_forecast(kills, events), *lives(events, victims)]
 
 
 def outcome_of(run_state: RunState) -> tuple[object, ...]:
@@ -128,7 +128,7 @@ def differences(ending: Ending, twin: tuple[object, ...]) -> Iterator[str]:
             yield f"the {name} differ from those of the twin"
 
 
-def _not_as_forecast(kills: Sequence[Kill], events: Sequence[Event]) -> Iterator[str]:
+def not_as_forecast(kills: Sequence[Kill], events: Sequence[Event]) -> Iterator[str]:
     """Yields the kills that did not strike, struck another worker, or struck at another action."""
     struck = {event["fault"]: event["of"] for event in events if event["event"] == "fault"}
     for kill in kills:

@@ -20,6 +20,7 @@ from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process.fork_client import ForkServer
+from tests.e2e.kill_forecast import in_one_stage
 from tests.e2e.recorded import events_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -79,10 +80,10 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> 
     known: dict[str, Any] = {}
 
     def faultless(**fields: Any) -> Any:
-        name = repr(sorted(fields.items()))
+        job = in_one_stage(Job(**{**SMALL, **fields}))
+        name = repr(job)
         if name not in known:
             folder = tmp_path_factory.mktemp("faultless")
-            job = Job(**{**SMALL, **fields, "redundancy": "none", "redundancy_level": 1})
             known[name] = run_session(job, folder / "events.jsonl", folder, server=server).view.run_state.rows
         return known[name]
 
@@ -194,8 +195,16 @@ def test_whoever_is_warned_half_a_step_before_its_end_hands_over_inside_the_step
     assert any(action.startswith("1HAND") for _, action in done)
 
 
-@pytest.mark.parametrize("when", ["before", pytest.param("during", marks=pytest.mark.soak), "after"])
-@pytest.mark.parametrize("victim", [0, 1], ids=["heir", "leaver"])
+@pytest.mark.parametrize(
+    ("victim", "when"),
+    [
+        *((0, "after"), (1, "before")),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in ((0, "before"), (0, "during"), (1, "during"), (1, "after"))
+        ),
+    ],
+)
 def test_a_kill_in_a_hand_over_inside_a_step_changes_no_bit(
     strike: Strike, faultless: Callable[..., Any], victim: int, when: When
 ) -> None:
@@ -262,7 +271,11 @@ def test_the_recoverer_may_die_in_any_phase(
     assert struck.confirmed == ["first", "second"]
 
 
-@pytest.mark.parametrize("victim", [Role("neighbour"), Worker(2), Owner(0, 2)], ids=str)
+@pytest.mark.parametrize(
+    "victim",
+    [Role("neighbour"), *(pytest.param(each, marks=pytest.mark.soak) for each in (Worker(2), Owner(0, 2)))],
+    ids=str,
+)
 def test_a_second_fault_follows_with_a_delay(strike: Strike, faultless: Callable[..., Any], victim: Victim) -> None:
     second = Fault("second", After("first", None, 20_000_000), (victim,))
     struck = strike(at("1B2", "noop"), second, steps=40)

@@ -1,4 +1,8 @@
-"""A run with deaths ends as one without: same weights, same losses, exit code 0."""
+"""A run with deaths ends as one without: same weights, same losses, exit code 0.
+
+`make test` has what no fault at an action can be: strikes from outside, at words of the agent, and in the last step.
+The soak has also what test_real_kills.py and test_faults.py strike at an action.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from engine.core.job.job import Job
 from engine.runtime.agent.run_state import Ending, RunState
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
+from tests.e2e.kill_forecast import in_one_stage
 from tests.e2e.launcher import Launcher
 from tests.e2e.recorded import events_of
 from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
@@ -80,10 +85,11 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> 
     known: dict[str, tuple[object, ...]] = {}
 
     def faultless(**fields: Any) -> tuple[object, ...]:
-        name = repr(sorted(fields.items()))
+        job = in_one_stage(Job(**{**SLOW, **fields}))
+        name = repr(job)
         if name not in known:
             folder = tmp_path_factory.mktemp("faultless")
-            ending = run_session(Job(**{**SLOW, **fields}), folder / "events.jsonl", folder, server=server)
+            ending = run_session(job, folder / "events.jsonl", folder, server=server)
             assert ending.error is None, ending.error
             known[name] = outcome_of(ending.view.run_state)
         return known[name]
@@ -104,14 +110,16 @@ def check(recovered: Recovered, expected: tuple[object, ...], *verdicts: list[in
 Faultless = Callable[..., tuple[object, ...]]
 
 
+def soaked(*values: Any) -> Any:
+    """Returns the values of a parameter that `make soak-tests` has; tests of kills and faults have theirs too."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("worker", "redundancy"),
     [
-        *((0, "lazy"), (1, "eager"), (2, "lazy"), (3, "eager")),
-        *(
-            pytest.param(*each, marks=pytest.mark.soak)
-            for each in ((0, "eager"), (1, "lazy"), (2, "eager"), (3, "lazy"))
-        ),
+        *((0, "lazy"), (3, "eager")),
+        *(soaked(*each) for each in ((0, "eager"), (1, "lazy"), (1, "eager"), (2, "lazy"), (2, "eager"), (3, "lazy"))),
     ],
 )
 def test_any_stage_may_die(recover: Recover, faultless: Faultless, worker: int, redundancy: str) -> None:
@@ -121,41 +129,43 @@ def test_any_stage_may_die(recover: Recover, faultless: Faultless, worker: int, 
     assert recovered.ending.view.workers[worker].state == "dead"
 
 
-@pytest.mark.parametrize("redundancy", ["none", "lazy", "reroute"])
+@pytest.mark.parametrize("redundancy", [soaked("none"), soaked("lazy"), "reroute"])
 def test_another_pipeline_takes_over(recover: Recover, faultless: Faultless, redundancy: str) -> None:
     recovered = recover(Strike(computed(3, "1B1@1"), 3), redundancy=redundancy, **TWO_PIPELINES)
     check(recovered, faultless(**TWO_PIPELINES), [3])
 
 
+@pytest.mark.soak
 def test_one_after_the_other_until_one_is_left(recover: Recover, faultless: Faultless) -> None:
     strikes = [Strike(committed(1), 1), Strike(committed(3), 3), Strike(committed(5), 0)]
     check(recover(*strikes), faultless(), [1], [3], [0])
 
 
+@pytest.mark.soak
 def test_an_heir_draws_the_same_dropout(recover: Recover, faultless: Faultless) -> None:
     fields = {"model": "gpt", "model_args": {}, "microbatch_size": 2, "steps": 6}
     check(recover(Strike(computed(2, "1B2"), 1), Strike(committed(4), 2), **fields), faultless(**fields), [1], [2])
 
 
-@pytest.mark.parametrize(
-    "phase", ["fence", *(pytest.param(each, marks=pytest.mark.soak) for each in ("inventory", "regroup", "plan"))]
-)
+@pytest.mark.parametrize("phase", ["fence", *(soaked(each) for each in ("inventory", "regroup", "plan"))])
 def test_a_second_death_during_recovery(recover: Recover, faultless: Faultless, phase: str) -> None:
     """The scenarios of test_library.py have every phase."""
     recovered = recover(Strike(committed(2), 1), Strike(marked(phase, 2), 3))
     check(recovered, faultless(), [1], [3])
 
 
-@pytest.mark.parametrize("kind", ["epoch", "plan", "go"])
+@pytest.mark.parametrize("kind", [soaked("epoch"), "plan", soaked("go")])
 def test_a_second_death_when_the_agent_has_told(recover: Recover, faultless: Faultless, kind: str) -> None:
     recovered = recover(Strike(committed(2), 0), Strike(told(kind, 2), 2))
     check(recovered, faultless(), [0], [2])
 
 
+@pytest.mark.soak
 def test_a_death_while_others_are_healed(recover: Recover, faultless: Faultless) -> None:
     check(recover(Strike(committed(2), 1), Strike(healing, 3)), faultless(), [1], [3])
 
 
+@pytest.mark.soak
 def test_neighbours_may_die_at_once_where_there_are_two_shadows(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(2), 1), Strike(lambda event: True, 2), redundancy_level=2)
     assert sorted(worker for verdict in recovered.verdicts for worker in verdict) == [1, 2]
@@ -167,6 +177,7 @@ def test_the_last_step_survives_a_death_too(recover: Recover, faultless: Faultle
     check(recover(Strike(committed(3), 3), **lasting), faultless(**lasting), [3])
 
 
+@pytest.mark.soak
 def test_whoever_gives_notice_hands_over_and_leaves(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(1), 2, signal.SIGTERM))
     check(recovered, faultless(), [], [2])
@@ -207,6 +218,7 @@ def test_notice_is_given_at_once_though_the_worker_is_blocked(recover: Recover, 
     assert [event["step"] for event in commits if event["at_ns"] < notice["at_ns"]][-1] == 2
 
 
+@pytest.mark.soak
 def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(2), 1, signal.SIGSTOP), silent_after="1500ms")
     check(recovered, faultless(), [1])
@@ -230,6 +242,7 @@ def test_a_stage_without_a_live_replica_stops_the_run(recover: Recover) -> None:
     assert f"last committed step {recovered.run_state.committed}" in str(ending.error)
 
 
+@pytest.mark.soak
 def test_a_run_leaves_nothing_behind_after_a_death(launch: Callable[..., Launcher]) -> None:
     """One that loses a state with it is in test_clean_ends.py."""
     launcher = launch(
