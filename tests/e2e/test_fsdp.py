@@ -105,7 +105,9 @@ def test_a_death_ends_the_run_and_says_what_is_lost(runs: Runs) -> None:
     assert "last committed step 0" in str(ending.error)
 
 
-@pytest.mark.parametrize("name", ["mlp-shards-x2", "gpt-shards-x2", "mlp-shards-x4"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mlp-shards-x2", marks=pytest.mark.soak), "gpt-shards-x2", "mlp-shards-x4"]
+)
 def test_deaths_are_taken_over_with_the_bits_of_whole_stages(runs: Runs, name: str) -> None:
     kills = plan_kills(job_of(name), (), seed=1, most=2)
     assert len(kills) == 2

@@ -78,7 +78,11 @@ def check(runs: Runs, job: Job, ran: tuple[Ending, list[Event]], *victims: int) 
     assert list(lives(events, victims)) == []
 
 
-@pytest.mark.parametrize(("stage", "shadow"), [(0, 3), (1, 0), (2, 1)], ids=["of the first", "of the next", "inside"])
+@pytest.mark.parametrize(
+    ("stage", "shadow"),
+    [(0, 3), pytest.param(1, 0, marks=pytest.mark.soak), (2, 1)],
+    ids=["of the first", "of the next", "inside"],
+)
 def test_a_shadow_that_dies_in_a_redundant_forward(runs: Runs, stage: int, shadow: int) -> None:
     step, microbatch = 2, 1
     call = step * SMALL["microbatches"] + microbatch
@@ -89,7 +93,7 @@ def test_a_shadow_that_dies_in_a_redundant_forward(runs: Runs, stage: int, shado
     assert (program[len(done)].stage, program[len(done)].op, program[len(done)].microbatch) == (stage, Op.F, microbatch)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2], ids=["first", "second", "third"])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2], ids=["first", "second", "third"])
 def test_whoever_dies_in_a_validation(runs: Runs, stage: int) -> None:
     job = Job(**DEADLY, model_args={"layer": stage, "worker": stage, "call": 1, "training": False})
     ran = runs.run(job)
@@ -110,7 +114,7 @@ def in_wait_for_a_log(job: Job, step: int, stage: int, shadow: int) -> list[Faul
     return [stands, dies]
 
 
-@pytest.mark.parametrize("owner", range(3))
+@pytest.mark.parametrize("owner", [0, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 2))])
 def test_a_shadow_that_dies_while_it_waits_for_a_log(runs: Runs, owner: int) -> None:
     job = Job(**{**SMALL, "stages": 3}, model="mlp")
     shadow = Forecast(job).ownership.shadows_of(0, owner)[0]
