@@ -47,6 +47,7 @@ def rows_of(launch: Launch, name: str, *arguments: str, positive: bool = True) -
     return rows
 
 
+@pytest.mark.soak
 def test_pipeline(launch: Launch) -> None:
     case = f"eager-{CASE}"
     rows = rows_of(launch, "pipeline", "--case", case)

@@ -187,7 +187,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_1(launch: Launch) -> No
 
 
 @pytest.mark.parametrize(
-    ("factory", "num_commits", "num_deaths", "code"), [("dies_when_built", 0, 4, 3), ("dies_in_step", 1, 1, 80)]
+    ("factory", "num_commits", "num_deaths", "code"),
+    [pytest.param("dies_when_built", 0, 4, 3, marks=pytest.mark.soak), ("dies_in_step", 1, 1, 80)],
 )
 def test_a_worker_that_is_killed_is_named_with_its_signal(
     launch: Launch, factory: str, num_commits: int, num_deaths: int, code: int
@@ -200,6 +201,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(
     assert [event["of"] for event in launcher.events("exit") if not event["expected"]] == [1] * num_deaths
 
 
+@pytest.mark.soak
 def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
     launcher = long_run(launch, *ALONE)
     os.kill(launcher.processes()["bamboo-2"], signal.SIGKILL)
@@ -284,7 +286,7 @@ def test_a_layer_that_hangs_does_not_keep_an_interrupted_run(launch: Launch, num
 
 @pytest.mark.parametrize(
     "moment",
-    ["job", "started", *(pytest.param(each, marks=pytest.mark.soak) for each in ("partition", "go")), "commit"],
+    ["started", *(pytest.param(each, marks=pytest.mark.soak) for each in ("job", "partition", "go")), "commit"],
 )
 def test_sigkill_of_the_launcher_takes_everything_with_it(launch: Launch, moment: str) -> None:
     launcher = launch(*LONG)
@@ -299,7 +301,7 @@ def test_sigkill_of_the_launcher_takes_everything_with_it(launch: Launch, moment
     [
         (("--backend", "nccl"), 4, "backend nccl sends between GPUs, and the workers compute on the CPU"),
         (("--stages", "7"), 2, r"stages: expected at most 6, the layers of the model, found 7"),
-        (("--stages", "0"), 2, r"stages: expected a whole number >= 1, found 0"),
+        pytest.param(("--stages", "0"), 2, r"stages: expected a whole number >= 1, found 0", marks=pytest.mark.soak),
         (
             ("--data", "missing.txt"),
             2,

@@ -68,7 +68,7 @@ def some(*fast: tuple[str, str, int], kinds: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize(
     ("do", "direction", "pipelines"),
     some(
-        *(("cut-link", "back", 2), ("stall-link", "both", 1)),
+        ("cut-link", "back", 2),
         kinds=("cut-link", "stall-link"),
     ),
 )
@@ -90,7 +90,7 @@ def test_a_silent_border_costs_one_end_of_it_and_no_bit(runs: Runs, do: str, dir
 @pytest.mark.parametrize(
     ("do", "direction", "pipelines"),
     some(
-        *(("delay-link", "both", 1), ("reset-link", "there", 1), ("reset-link", "back", 2)),
+        *(("delay-link", "both", 1), ("reset-link", "back", 2)),
         kinds=("delay-link", "reset-link"),
     ),
 )

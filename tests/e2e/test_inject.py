@@ -133,6 +133,7 @@ def test_an_expectation_that_is_not_met_ends_with_1(launch: Launch, scenario: Wr
     assert [name for name, result in checks_of(done).items() if result != "passed"] == ["recovery.max"]
 
 
+@pytest.mark.soak
 def test_a_fault_that_never_strikes_is_an_invalid_case(launch: Launch, scenario: Write) -> None:
     faults = ({**KILL, "do": "noop"}, {"id": "second", "after": {"fault": "first", "phase": "plan"}, "do": "kill"})
     done = launch(

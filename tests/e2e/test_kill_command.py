@@ -104,10 +104,12 @@ def test_a_lost_stage_ends_with_one_screen(launch: Launch) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_on_a_terminal_the_dead_are_red_and_their_heirs_named(tmp_path: Path) -> None:
+def test_on_a_terminal_there_is_a_table_whose_dead_are_red_and_their_heirs_named(tmp_path: Path) -> None:
     text = on_a_terminal(tmp_path, *SMALL, *TIMED, "--kill", "4:1", "--no-twin")
     assert re.search(r"\x1b\[1;31m1 \(now worker [02]\)", text)
     assert re.search(r"\x1b\[1;31mdead", text)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert re.search(r"worker +pid +stages +state +step +action +microbatches/s", plain)
+    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +(waits in )?\d[A-Z_]+\d* +[\d.]+\r", plain)
     assert re.search(r"took over\s+stage\s+1;\s+training\s+stalled\s+for\s+[\d.]+\s+m?s,\s+0\s+steps\s+lost", plain)
     assert re.search(r"\n +0 +\d+ +0( 1)? +running", plain)

@@ -60,8 +60,15 @@ def run(folder: Path, server: ForkServer) -> tuple[Ending, list[dict[str, Any]]]
     return ending, [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-@pytest.mark.parametrize("kind", [StartedRecord, PartitionRecord], ids=["while it joins", "while it builds"])
+@pytest.mark.parametrize(
+    ("kind", "worker"),
+    [
+        pytest.param(StartedRecord, 0, id="while it joins, 0"),
+        pytest.param(PartitionRecord, 1, id="while it builds, 1"),
+        pytest.param(StartedRecord, 1, id="while it joins, 1", marks=pytest.mark.soak),
+        pytest.param(PartitionRecord, 0, id="while it builds, 0", marks=pytest.mark.soak),
+    ],
+)
 def test_a_worker_that_dies_before_training_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer, train: Train, kind: type[Record], worker: int
 ) -> None:

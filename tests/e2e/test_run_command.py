@@ -19,15 +19,13 @@ from engine.core.checks.trajectory import trajectory_hash
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
 from engine.files.trajectory_file import trajectory_rows
-from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
+from tests.e2e.launcher import ROOT, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "2", "--microbatches", "3", "--steps", "4", "--validate-every", "2")
-# Stages that sleep: the run lasts for seconds and computes little.
-TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "12")
 # Loaded by Python first: it refuses new processes, and imports of torch and pandas.
 TRIPWIRE = """
 import sys
@@ -111,12 +109,6 @@ def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) ->
     assert (facts["job"]["seed"], facts["job"]["threads"], facts["job"]["model"]) == (7, 1, "mlp")
     assert facts["origins"]["seed"] == "--seed"
     assert {"git_commit", "isa", "torch", "python"} <= facts["host"].keys()
-
-
-def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", on_a_terminal(tmp_path, *SMALL, *TIMED))
-    assert re.search(r"worker +pid +stages +state +step +action +microbatches/s", text)
-    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +(waits in )?\d[A-Z_]+\d* +[\d.]+\r", text)
 
 
 def test_a_refused_job_is_one_object_too(launch: Launch) -> None:

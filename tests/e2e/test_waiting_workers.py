@@ -57,7 +57,7 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     return Runs(tmp_path_factory.mktemp("waiting"), server)
 
 
-@pytest.mark.parametrize("moment", ["5:5:F:2", "5:0:B:1", "5:11:STEP"])
+@pytest.mark.parametrize("moment", ["5:5:F:2", pytest.param("5:0:B:1", marks=pytest.mark.soak), "5:11:STEP"])
 def test_a_waiting_worker_takes_the_place_of_a_dead_one(runs: Runs, moment: str) -> None:
     ending, events = runs.run(JOB, [fault(moment, JOB, "kill")])
     assert list(differences(ending, runs.twin(replace(JOB, standby=0)))) == []
@@ -169,7 +169,7 @@ def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(
     late = Newcomers.late
     monkeypatch.setattr(Newcomers, "late", lambda own, now_ns, limit_ns: late(own, now_ns, LOADS_WITHIN_NS))
     Killer(monkeypatch, StartedRecord, 3, number=signal.SIGSTOP)
-    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=40)
+    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=16)
     ending, events = Runs(tmp_path, server).run(job)
     assert (ending.outcome, ending.error) == ("finished", None)
     assert [(event["of"], event["why"]) for event in events if event["event"] == "killed"] == [
