@@ -72,6 +72,8 @@ def test_negative_controls_are_red(launch: Launch, tmp_path: Path) -> None:
     assert str(tmp_path) not in text, "a page is read on other machines"
     linked = {page.parent / address for address in re.findall('href="([^"]+)"', text)}
     assert len(linked) == 4 and all("<h1" in each.read_text() for each in linked)
+    assert {*page.parent.glob("runs/*-*")} == {each.parent for each in linked}, "what passed is not kept"
+    assert [each for each in page.parent.glob("runs/*") if each.is_symlink() and not each.exists()] == []
     (suite,) = ET.parse(junit).getroot()  # noqa: S314 - it is our own
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "3", "1")
     assert "1 passed, 3 failed, 1 invalid" in summary.read_text()
@@ -137,7 +139,8 @@ def test_an_interrupted_matrix_tells_what_it_has_leaves_nothing_and_goes_on(laun
     assert (others.code, "have passed before" in others.stderr) == (0, False), "other settings are another cell"
 
 
-@pytest.mark.parametrize(("text", "num_cells"), [pytest.param("kill/LOG", 6, marks=pytest.mark.soak), ("during/", 3)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("text", "num_cells"), [("kill/LOG", 6), ("during/", 3)])
 def test_some_cells_of_the_smoke_matrix(launch: Launch, text: str, num_cells: int) -> None:
     one_lane = ("--jobs", "1")  # each takes seconds of the processor to start
     launcher = launch("matrix", "matrix-smoke", "--cell", text, "--json", *one_lane)
