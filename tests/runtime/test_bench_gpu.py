@@ -39,16 +39,12 @@ def test_a_plain_loop_tells_the_time_of_a_step() -> None:
     assert 0 < step_seconds(replace(TINY, stages=1)) < 100
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     [
-        "one worker beside plain PyTorch",
-        *(
-            pytest.param(each, marks=pytest.mark.soak)
-            for each in ("lazy beside none, 2 workers", "audit 1 beside 0, 2 workers")
-        ),
-        pytest.param("deterministic beside not, 2 workers", marks=pytest.mark.soak),
-        pytest.param("four workers beside torch's pipeline", marks=pytest.mark.soak),
+        *("one worker beside plain PyTorch", "lazy beside none, 2 workers", "audit 1 beside 0, 2 workers"),
+        *("deterministic beside not, 2 workers", "four workers beside torch's pipeline"),
     ],
 )
 def test_each_case_has_its_rows(case: str, tmp_path: Path) -> None:
