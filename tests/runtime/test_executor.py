@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -35,6 +35,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "tied gpt, two pipelines": TIED_GPT | {"pipelines": 2, "stages": 2},
     "sgd, recomputed": NORMED | {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}, "activation_checkpoint": 1},
 }
+
+
+def in_turn(kills: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Returns all pairs; `make test` has each of the kills once, with the others in turn."""
+    return [
+        pytest.param(kill, other, marks=[] if other == others[number % len(others)] else [pytest.mark.soak])
+        for number, kill in enumerate(kills)
+        for other in others
+    ]
 
 
 Kills = Mapping[int, tuple[int, str, When]]  # worker -> (step, action, when)
@@ -105,8 +114,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("kills", MOMENTS, ids=str)
-@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+@pytest.mark.parametrize(("kills", "redundancy"), in_turn(MOMENTS, ["lazy", "eager"]), ids=str)
 def test_a_death_changes_no_bit(redundancy: str, kills: Any) -> None:
     check_survival(NORMED | {"redundancy": redundancy}, kills)
 
@@ -126,17 +134,22 @@ def test_a_death_inside_of_a_run_of_slots_changes_no_bit(kills: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [{1: (1, "1B1", "after")}, {2: (2, "2LOG", "before")}, {0: (1, "0COMMIT", "after")}], ids=str
+    ("kills", "checkpoint"),
+    in_turn([{1: (1, "1B1", "after")}, {2: (2, "2LOG", "before")}, {0: (1, "0COMMIT", "after")}], [0, 2]),
+    ids=str,
 )
-@pytest.mark.parametrize("checkpoint", [0, 2])
 def test_a_death_changes_no_bit_of_tied_layers(kills: Any, checkpoint: int) -> None:
     check_survival(TIED_GPT | {"activation_checkpoint": checkpoint}, kills)
 
 
 @pytest.mark.parametrize(
-    "kills", [{4: (1, "1F2@1", "before")}, {2: (1, "2REDUCE_GRAD", "after")}, {3: (1, "0STEP@1", "before")}], ids=str
+    ("kills", "redundancy"),
+    in_turn(
+        [{4: (1, "1F2@1", "before")}, {2: (1, "2REDUCE_GRAD", "after")}, {3: (1, "0STEP@1", "before")}],
+        ["none", "reroute", "eager"],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("redundancy", ["none", "reroute", "eager"])
 def test_another_pipeline_stands_in(redundancy: str, kills: Any) -> None:
     if redundancy == "none":
         kills = {worker: (2, *moment[1:]) for worker, moment in kills.items()}
@@ -175,8 +188,7 @@ STREAMED = [
 ]
 
 
-@pytest.mark.parametrize("kills", STREAMED, ids=str)
-@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+@pytest.mark.parametrize(("kills", "redundancy"), in_turn(STREAMED, ["lazy", "eager"]), ids=str)
 def test_a_death_changes_no_bit_of_what_is_streamed(redundancy: str, kills: Any) -> None:
     check_survival(STATEFUL | {"redundancy": redundancy, "log_every": 1}, kills)
 

@@ -162,7 +162,11 @@ def test_workers_of_two_hosts_have_one_link_over_tls_or_in_clear_text(made: RunC
 
 
 @pytest.mark.parametrize(
-    ("attack", "is_secured"), [*((each, True) for each in ATTACKS), *((each, False) for each in IN_CLEAR)]
+    ("attack", "is_secured"),
+    [
+        *((each, True) for each in ATTACKS),
+        *(pytest.param(each, False, marks=[pytest.mark.soak] if each is silent else []) for each in IN_CLEAR),
+    ],
 )
 def test_strangers_hold_up_no_link(
     attack: Callable[..., None], is_secured: bool, made: RunCertificate, foreign: RunCertificate, held: Held
