@@ -26,7 +26,7 @@ from engine.runtime.process.kernel import process_state
 from engine.runtime.process.subprocesses import is_readable
 from tests.runtime.test_keeper import Run
 
-LIMIT_S = 2.0  # in place of half a minute
+LIMIT_S = 2.0  # in place of half a minute for the disk, and of ten seconds for the ends of processes
 ENDS_S = 25.0  # that the ends of all processes may take behind it: four kinds of them, of which each has seconds
 TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
 
@@ -82,9 +82,11 @@ def test_a_frozen_disk_holds_no_launcher(disk: Path, monkeypatch: pytest.MonkeyP
 
 CODE = """
 import subprocess, sys
+from engine.core.hosts import ends
 from engine.harness import case_runner
 from engine.runtime.agent import session
 from engine.runtime.agent import orders
+from engine.runtime.process import fork_client
 
 def freezes(module, name, disk):
     before = getattr(module, name)
@@ -95,7 +97,8 @@ def freezes(module, name, disk):
     setattr(module, name, freeze)
 
 limit_s, place, disk = float(sys.argv[1]), sys.argv[2], sys.argv[3]
-orders.LIMIT_S = limit_s or orders.LIMIT_S
+if limit_s:
+    orders.LIMIT_S, ends.GONE_NS, fork_client._GRACE_S = limit_s, int(limit_s * 1e9), limit_s
 if place:
     freezes({"session": session, "case_runner": case_runner}[place.split(".")[0]], place.split(".")[1], disk)
 sys.argv = ["bamboo", *sys.argv[4:]]
@@ -189,7 +192,11 @@ def test_results_that_freeze_in_mid_run_end_the_run_in_time(launch: Launch) -> N
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("place", "missing"), [("session.ended", r"\d+ records?"), ("case_runner.summary_of", r"trajectory\.csv")]
+    ("place", "missing"),
+    [
+        pytest.param("session.ended", r"\d+ records?", marks=pytest.mark.soak),
+        ("case_runner.summary_of", r"trajectory\.csv"),
+    ],
 )
 def test_results_that_freeze_when_all_steps_are_committed_end_the_run_in_time(
     launch: Launch, place: str, missing: str
@@ -205,7 +212,7 @@ def test_results_that_freeze_when_all_steps_are_committed_end_the_run_in_time(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("place", ["", "session.ended"])
+@pytest.mark.parametrize("place", [pytest.param("", marks=pytest.mark.soak), "session.ended"])
 def test_two_signals_end_a_run_whose_results_are_frozen(launch: Launch, place: str) -> None:
     run = launch(3 if place else 100_000, limit_s=0.0, place=place)
     if place:
