@@ -23,9 +23,9 @@ _BUSY_END_S = 9.0
     [
         ("run, the fork server imports", signal.SIGHUP, False),
         ("run, a recovery", signal.SIGINT, True),
-        ("run, a layer that loops, two signals", signal.SIGINT, True),
+        pytest.param("run, a layer that loops, two signals", signal.SIGINT, True, marks=pytest.mark.soak),
         ("inject, a step of the twin", signal.SIGTERM, False),
-        ("matrix, a step of a cell", signal.SIGINT, True),
+        pytest.param("matrix, a step of a cell", signal.SIGINT, True, marks=pytest.mark.soak),  # test_matrix.py has one
     ],
 )
 def test_a_signal_is_answered_and_ends_the_command(
