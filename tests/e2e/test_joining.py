@@ -93,6 +93,7 @@ def test_a_worker_joins_without_a_failure_owns_blocks_and_leaves_at_ctrl_c(launc
     assert any(each["worker"] == 3 for each, action in actions if action.op in COMPUTE_OPS)
 
 
+@pytest.mark.soak
 def test_a_job_shrinks_by_kills_and_grows_back_and_its_weights_are_those_of_its_twin(launch: Launch) -> None:
     run, commands = grown_back(launch, *TIMED)
     assert [told(command, "run ended")[0]["outcome"] for command in commands] == ["finished", "finished"]
