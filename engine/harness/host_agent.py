@@ -468,7 +468,7 @@ def _inherited(
     """Returns the run to continue, or None if all workers start again; raises CoordinatorUnavailableError."""
     state, results = _stored_state(at), workers.heard
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
-    results.complete(spawner.told for spawner in living.values())
+    workers.complete((spawner.told for spawner in living.values()), before.name)
     if begins_again(state, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)

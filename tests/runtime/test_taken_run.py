@@ -15,8 +15,10 @@ from typing import Any, cast
 import pytest
 
 from engine.codec.messages import decode, encode
+from engine.codec.records import encoded
 from engine.core.faults.injection import InheritedFaults
-from engine.core.hosts.host_messages import TaughtHostMessage, WordsHostMessage
+from engine.core.history.run_records import CommitRecord, PartitionRecord
+from engine.core.hosts.host_messages import HeardHostMessage, TaughtHostMessage, WordsHostMessage
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.messages import PartitionMessage, WelcomeMessage
@@ -137,6 +139,25 @@ def test_a_host_tells_the_next_one_what_its_workers_were_told(tmp_path: Path) ->
     workers._obey()
     assert heard == [*packets, packets[1]]
     workers._processes.clear()
+    workers.close()
+    board.close()
+
+
+def test_the_decisions_that_only_another_host_has_heard_are_recorded_here_too(tmp_path: Path) -> None:
+    """The lost host sent its last commit to one of two hosts; the other one goes on, and its records have no gap."""
+    written: list[Any] = []
+    recorder = SimpleNamespace(write=written.append, hear=lambda record: None)
+    board = ProgressBoard.create(1)
+    workers = HostWorkers(cast(Any, SimpleNamespace(host="b")), cast(Any, recorder), (), board, tmp_path, JOB)
+    lines = [encoded(PartitionRecord(starts=(0, 1), layers=("a", "b"), samples=8))]
+    lines += [
+        encoded(CommitRecord(step=step, loss=1.0, grad_norm=1.0, clip_factor=1.0, last=False)) for step in range(3)
+    ]
+    workers.deliver(HeardHostMessage(0), lines[0].encode())
+    workers._obey()
+    workers.complete([dict(enumerate(lines)), {1: lines[1]}], "lost")
+    assert [(each.of, each.line) for each in written[1:]] == [("lost", line) for line in lines[1:]]
+    assert (workers.heard.count, workers.heard.results.committed) == (4, 2)
     workers.close()
     board.close()
 

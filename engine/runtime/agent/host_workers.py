@@ -19,7 +19,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from engine.core.errors import EnvironmentLacksError, ExitCode
 from engine.core.history.merging import OffsetBounds, OffsetWatch
 from engine.core.history.process_records import ClockRecord, HeardRecord
 from engine.core.history.run_records import AuditRecord
+from engine.core.hosts.ends import unheard
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
@@ -222,7 +223,7 @@ class HostWorkers:
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
             header, packet = self._orders.get()
             if isinstance(header, HeardHostMessage):
-                self._hear(header.number, packet.decode())
+                self._hear(header.number, packet.decode(), self._chief)
             elif isinstance(header, OutcomeHostMessage):
                 self.outcome = HostOutcome(header.code, header.words)
 
@@ -335,15 +336,20 @@ class HostWorkers:
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._signs.signal(self._processes[number], signal.Signals(which))
                 case HeardHostMessage(number=number):
-                    self._hear(number, packet.decode())
+                    self._hear(number, packet.decode(), self._chief)
                 case OutcomeHostMessage(code=code, words=words):
                     self.outcome = HostOutcome(code, words)
 
-    def _hear(self, number: int, line: str) -> None:
+    def _hear(self, number: int, line: str, chief: str) -> None:
         record = self.heard.take(number, line)
         if record is not None and not isinstance(record, AuditRecord):  # the host of the worker has recorded hashes
-            self._recorder.write(HeardRecord(of=self._chief, line=line))
+            self._recorder.write(HeardRecord(of=chief, line=line))
             self._recorder.hear(record)
+
+    def complete(self, told: Iterable[Mapping[int, str]], chief: str) -> None:
+        """Takes the decisions of the lost `chief` that other hosts have heard, and this one has not."""
+        for line in unheard(self.heard.count, told):
+            self._hear(self.heard.count, line, chief)
 
     def _fork(self, order: ForkHostMessage) -> None:
         self._is_ending = False
