@@ -10,8 +10,11 @@ from functools import partial
 
 import pytest
 
+from engine.codec.messages import encode
 from engine.core.action import COMPUTE_OPS, Action, Op, Program
-from engine.core.errors import ScheduleError
+from engine.core.errors import InvariantError, ScheduleError
+from engine.core.job.job import Job as JobOfRun
+from engine.core.message_kinds import MAX_BYTES
 from engine.core.ownership import Grid, Ownership
 from engine.core.program import planner
 from engine.core.program.build import baseline, owners_program
@@ -21,6 +24,7 @@ from engine.core.program.inventory import Inventory, PlanMessage, ValueRuns, to_
 from engine.core.program.plan_repair import Baseline, RepairedProgram, _Repair, baseline_of
 from engine.core.program.planner import Plan, PlanInput, held_at_start, make_plan
 from engine.core.program.verify import verify
+from engine.core.protocol.orders import _with_repair
 from engine.core.protocol.worker_inputs import plan_epoch
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program
@@ -209,6 +213,33 @@ def _base(grid: Grid, owners: tuple[int, ...]) -> Baseline:
     for start, _, worker, _ in dry_run(program, Ownership(grid, owners)).spans:
         starts[worker].append(start)
     return baseline_of(program, starts, grid, owners)
+
+
+def _document(microbatches: int) -> tuple[JobOfRun, PlanMessage]:
+    """Returns a job of four workers, and the document of the plan after worker 2 has died at the start of a step."""
+    owners, slots = (0, 1, 2, 3), {0: ((0, 0),), 1: ((0, 1), (0, 2)), 3: ((0, 3),)}
+    texts = tuple((worker, to_json(Inventory(worker, 5, whole))) for worker, whole in slots.items())
+    shadows: tuple[tuple[int, ...], ...] = ((), (), (), ())
+    document = PlanMessage(2, 4, (0, 1, 3), (), (0, 1, 1, 3), shadows, texts, before=owners)
+    return JobOfRun(microbatches=microbatches), document
+
+
+@pytest.mark.parametrize("microbatches", [2, 64, 512, 1400, 2000, 4000])
+def test_a_document_is_never_longer_than_a_message(microbatches: int) -> None:
+    job, document = _document(microbatches)
+    sent = _with_repair(job, document)
+    assert len(encode(sent)) <= MAX_BYTES
+    assert (sent.repair is None) is (microbatches == 4000)
+
+
+def test_an_inventory_that_cannot_be_is_left_to_the_workers_to_refuse() -> None:
+    """It is a worker's text: one that claims billions of values costs the coordinator neither time nor memory."""
+    job, document = _document(8)
+    claims = document.inventories[0][1].replace('"values":[]', '"values":[["residual",0,0,[0,9999999999]]]')
+    spoiled = replace(document, inventories=((0, claims), *document.inventories[1:]))
+    assert _with_repair(job, spoiled) == spoiled
+    with pytest.raises(InvariantError, match="holds what no step"):
+        plan_epoch(job.grid, job.schedule, spoiled)
 
 
 def test_routes_among_the_peers_are_those_of_the_whole_program() -> None:

@@ -164,6 +164,10 @@ def test_shadow_without_a_whole_replica_is_healed_in_the_plan() -> None:
         ((Inventory(0, 5, _BOTH), Inventory(0, 5, _BOTH)), "in order"),
         ((Inventory(0, 5, _BOTH, {(0, 0): 3}),), "more than 2"),
         ((Inventory(0, 5, _BOTH, added={(0, 0): -1}),), "more than 2"),
+        ((Inventory(0, 5, _BOTH, added={(0, 2): 1}),), "holds what no step"),
+        ((Inventory(0, 5, (*_BOTH, (1, 0))),), "holds what no step"),
+        ((Inventory(0, 5, _BOTH, values=ValueRuns(_values(Kind.RESIDUAL, 0, 2))),), "holds what no step"),
+        ((Inventory(0, 5, _BOTH, values=ValueRuns(_values(Kind.ACTIVATION, 2, 0))),), "holds what no step"),
     ],
 )
 def test_input_that_cannot_be_is_refused(inventories: tuple[Inventory, ...], rule: str) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from engine.core.action import (
     COMPUTE_OPS,
     FORWARD_OPS,
+    OP_TABLE,
     RECEIVE_OPS,
     SEND_OPS,
     Action,
@@ -39,10 +40,11 @@ from engine.core.program.dependencies import RECEIVES, SENDS
 from engine.core.program.inventory import Inventory, ProgramRest
 from engine.core.value import Kind
 
-_FURTHER = {Kind.ACTIVATION: 1, Kind.GRADIENT: -1}  # stages, from the slot that makes a value to the one that takes it
+# Stages from the slot that makes a value to the one that takes it.
+_FURTHER = {kind: OP_TABLE[SENDS[kind]].peer for kind in (Kind.ACTIVATION, Kind.GRADIENT)}
 _CARRIES = {op: kind for ops in (SENDS, RECEIVES) for kind, op in ops.items()}
 _MAKES = {op: kind for kind in _FURTHER for op in ops_that_make(kind) & COMPUTE_OPS}
-_TAKES = {op: Kind.ACTIVATION if op in FORWARD_OPS else Kind.GRADIENT for op in _MAKES}
+_TAKES = {op: term.kind for op in COMPUTE_OPS for term in OP_TABLE[op].needs if term.kind in _FURTHER}
 
 
 # The baseline: the program of a whole step by the owners alone, with all that a repair looks up in it.
@@ -197,31 +199,31 @@ class _Repair:
         done: Collection[Slot],
     ):
         self._base, self._ownership, self._done = base, ownership, done
-        self.inventories = {
+        self._inventories = {
             held.worker: held if held.step == step else Inventory(held.worker, step, held.whole) for held in inventories
         }
         slots = ownership.grid.slots()
         self._owner = dict(zip(slots, ownership.owners, strict=True))
         self._before = dict(zip(slots, base.owners, strict=True))
         self._struck = [slot for slot in slots if self._owner[slot] != self._before[slot]]
-        _require(not any(self._before[slot] in self.inventories for slot in self._struck), "a live worker lost a slot")
-        self.successors = sorted({self._owner[slot] for slot in self._struck})
+        _require(not any(self._before[slot] in self._inventories for slot in self._struck), "a live worker lost a slot")
+        self._successors = sorted({self._owner[slot] for slot in self._struck})
         self._first: dict[int, int] = {}  # position at which a worker goes on in its program
         self._dropped: dict[int, list[int]] = defaultdict(list)  # positions of transfers of values that have come
         self._again: dict[int, list[tuple[float, int, Action]]] = defaultdict(list)  # sends, by the start of their use
         self._left: dict[tuple[Kind, Slot], range | dict[int, None]] = {}  # microbatches that a slot takes and makes
         self._redone: dict[Slot, int] = {}  # of a struck slot: forwards below are counted
         for worker, mine in base.slots.items():
-            if worker in self.inventories:
+            if worker in self._inventories:
                 self._find_place(worker, mine)
         for slot in self._struck:
             self._find_left(slot)
         for slot in slots:
             for kind in _FURTHER:
                 self._connect(kind, slot)
-        self._lists = {worker: self._merged(worker) for worker in self.successors}
+        self._lists = {worker: self._merged(worker) for worker in self._successors}
         self._lists = {worker: self._with_receives(worker, actions) for worker, actions in self._lists.items()}
-        for worker in self.successors:
+        for worker in self._successors:
             for other in self._neighbours(worker):
                 if other not in self._lists and not self._receives_in_order(other, worker):
                     own = [action for action in self._rest(other) if action[1] not in RECEIVE_OPS]
@@ -231,7 +233,7 @@ class _Repair:
 
     def _find_place(self, worker: int, slots: Sequence[Slot]) -> None:
         """Finds where a worker is in its program; what it has counted must be what its program has before that."""
-        held, microbatches = self.inventories[worker], self._ownership.grid.microbatches
+        held, microbatches = self._inventories[worker], self._ownership.grid.microbatches
         first, following = 0, []
         for slot in slots:
             line, counted, added = self._base.lines[slot], held.counted.get(slot, 0), held.added.get(slot, 0)
@@ -255,7 +257,7 @@ class _Repair:
 
     def _find_left(self, slot: Slot) -> None:
         worker = self._owner[slot]
-        held, microbatches = self.inventories[worker], self._ownership.grid.microbatches
+        held, microbatches = self._inventories[worker], self._ownership.grid.microbatches
         counted, added = held.counted.get(slot, 0), held.added.get(slot, 0)
         if slot in self._done:
             counted = added = microbatches
@@ -275,7 +277,7 @@ class _Repair:
         target = self._owner.get(taker, -1)
         if target in (-1, self._owner[slot]) or self._before[taker] != target:
             return frozenset()
-        there, here = self.inventories[target].values, self.inventories[self._owner[slot]].values
+        there, here = self._inventories[target].values, self._inventories[self._owner[slot]].values
         early = (index for index in needed if index < counted)
         return frozenset(
             index for index in early if not there.has(kind, slot, index) and not here.has(kind, slot, index)
@@ -290,7 +292,7 @@ class _Repair:
             return
         source, target = self._owner[maker], self._owner[taker]
         made, needed = self._left[kind, maker], self._left[kind, taker]
-        there = self.inventories[target].values
+        there = self._inventories[target].values
         missing: Iterable[int]
         touched = maker in self._redone or taker in self._redone
         if isinstance(made, range) and isinstance(needed, range):
@@ -314,7 +316,7 @@ class _Repair:
     def _send_again(self, kind: Kind, maker: Slot, taker: Slot, microbatches: Iterable[int]) -> None:
         line, source = self._base.lines[taker], self._owner[maker]
         places = line.taking(kind) if taker in self._redone else line.receives[kind]
-        starts, values = self._base.starts[self._before[taker]], self.inventories[source].values
+        starts, values = self._base.starts[self._before[taker]], self._inventories[source].values
         for index in microbatches:
             _require(values.has(kind, maker, index), "a value is gone")
             place = places[index]
@@ -324,7 +326,7 @@ class _Repair:
 
     def rests(self) -> tuple[ProgramRest, ...]:
         """Returns how every member goes on."""
-        return tuple(map(self._rest_of, self.inventories))
+        return tuple(map(self._rest_of, self._inventories))
 
     def _rest_of(self, worker: int) -> ProgramRest:
         sends = " ".join(map(str, self._sent_in_front(worker)))
@@ -373,7 +375,7 @@ class _Repair:
         target = self._owner.get(taker, worker)
         if target == worker or microbatch not in self._left[kind, taker]:
             return
-        if not self.inventories[target].values.has(kind, (pipeline, stage), microbatch):
+        if not self._inventories[target].values.has(kind, (pipeline, stage), microbatch):
             yield make_action(stage, SENDS[kind], microbatch, pipeline)
 
     def _with_receives(self, worker: int, actions: Iterable[Action]) -> list[Action]:

@@ -153,7 +153,8 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
     Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
     """
     adopted, lost = _checked(source)
-    return None if lost or _hands(source) else _repaired(source, base, adopted)
+    done = _done(source)
+    return None if lost or _hands(source, done) else _repaired(source, base, adopted, done)
 
 
 def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
@@ -170,7 +171,8 @@ def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
 def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     """Returns the plan made from scratch, from what workers hold alone; its program has passed a dry run."""
     ownership, step = source.ownership, source.committed + 1
-    done, hands, held = _done(source), _hands(source), held_at_start(source)
+    done = _done(source)
+    hands, held = _hands(source, done), tuple(_held(source, done))
     there = held_after(held, hands)
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
@@ -190,8 +192,8 @@ def plan_of(repair: Repair, program: Program, ownership: Ownership, step: int) -
     return _digested(plan, (repr(ownership), repr(repair)))
 
 
-def _repaired(source: PlanInput, base: Baseline, adopted: tuple[Slot, ...]) -> Repair | None:
-    ownership, done = source.ownership, _done(source)
+def _repaired(source: PlanInput, base: Baseline, adopted: tuple[Slot, ...], done: frozenset[Slot]) -> Repair | None:
+    ownership = source.ownership
     rests = repaired(base, ownership, source.committed + 1, source.inventories, done)
     if rests is None:
         return None
@@ -220,10 +222,18 @@ def _refuse_impossible(source: PlanInput) -> None:
         counts = (*inventory.counted.values(), *inventory.added.values())
         if not all(0 <= count <= grid.microbatches for count in counts):
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
+        runs = [(pipeline, stage, last) for _, pipeline, stage, of in inventory.values.lines() for _, last in of]
+        slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added)
+        if not all(_is_in(grid, *slot) for slot in slots) or not all(_is_in(grid, *run) for run in runs):
+            raise InvariantError(f"worker {inventory.worker} holds what no step of {grid} has")
 
 
-def _hands(source: PlanInput) -> tuple[Hand, ...]:
-    return hands_in(source.ownership, source.committed + 1, source.inventories, _done(source))
+def _is_in(grid: Grid, pipeline: int, stage: int, microbatch: int = 0) -> bool:
+    return pipeline < grid.pipelines and stage < grid.stages and microbatch < grid.microbatches
+
+
+def _hands(source: PlanInput, done: Collection[Slot]) -> tuple[Hand, ...]:
+    return hands_in(source.ownership, source.committed + 1, source.inventories, done)
 
 
 def _done(source: PlanInput) -> frozenset[Slot]:
@@ -267,7 +277,7 @@ def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
     for inventory in source.inventories:
         yield from _held_by(inventory, source)
     yield from _ends(source.ownership, sorted(done), _logged(source, done))
-    for hand in _hands(source):
+    for hand in _hands(source, done):
         yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
 
 

@@ -28,7 +28,7 @@ from engine.core.history.run_records import (
     PlanRecord,
 )
 from engine.core.job.job import Job, is_due
-from engine.core.message_kinds import ToWorker
+from engine.core.message_kinds import MAX_BYTES, ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
 from engine.core.ownership import Ownership
 from engine.core.program.ballot import open_ballot
@@ -457,7 +457,10 @@ def _send_plan(state: CoordinatorState) -> Decided:
 
 
 def _with_repair(job: Job, document: PlanMessage) -> PlanMessage:
-    """Returns the document with its plan, if that is a repair; a document that cannot be is refused by the workers."""
+    """Returns the document with its plan, if that is a repair and fits a message.
+
+    A document that cannot be is refused by the workers.
+    """
     if not document.before or (base := baseline(job.schedule, job.grid, document.before)) is None:
         return document
     ownership = Ownership(job.grid, document.owners, document.shadows)
@@ -466,7 +469,9 @@ def _with_repair(job: Job, document: PlanMessage) -> PlanMessage:
         repair = repair_of(PlanInput(document.epoch, document.committed, ownership, inventories), base)
     except InvariantError:
         return document
-    return replace(document, repair=repair)
+    planned = replace(document, repair=repair)
+    size = len(repr(planned)) + sum(text.count('"') for _, text in document.inventories)  # no less than it has as JSON
+    return planned if size <= MAX_BYTES else document
 
 
 def _start_training(state: CoordinatorState) -> Decided:

@@ -181,6 +181,5 @@ def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
         program = owners_program(schedule, grid, document.before)
         return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1))
     inventories = tuple(from_json(text) for _, text in document.inventories)
-    return EpochPlan(
-        document, ownership, make_plan(PlanInput(document.epoch, document.committed, ownership, inventories))
-    )
+    source = PlanInput(document.epoch, document.committed, ownership, inventories)
+    return EpochPlan(document, ownership, make_plan(source))

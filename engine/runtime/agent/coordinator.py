@@ -95,10 +95,10 @@ class Coordinator:
 
     def _foresee_repair(self) -> None:
         """Lets a thread compute what the repair of the open step looks up, once for these owners: a plan is awaited."""
-        owners = self.state.membership.began
-        if owners != self._foreseen and self.state.membership.phase is Phase.RUNNING:
+        job, owners = self.state.job, self.state.membership.began
+        if owners != self._foreseen and self.state.membership.phase is Phase.RUNNING and job.retains:
             self._foreseen = owners
-            given = self.state.job.schedule, self.state.job.grid, owners
+            given = job.schedule, job.grid, owners
             threading.Thread(target=baseline, args=given, name="baseline", daemon=True).start()
 
     def _transact(self, txn: Txn) -> None:

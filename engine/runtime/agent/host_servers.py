@@ -224,10 +224,9 @@ class ReplicatedResults:
             raise CoordinatorUnavailableError(f"the decisions {number} to {self._first - 1} are not kept any more")
         return self.last_since(number)
 
-    def complete(self, told: Iterable[Mapping[int, str]]) -> None:
-        """Takes what other hosts have heard, and this one has not."""
-        for line in unheard(self.count, told):
-            self.take(self.count, line)
+    def complete(self, told: Iterable[Mapping[int, str]]) -> list[tuple[str, Record | None]]:
+        """Takes what other hosts have heard, and this one has not; returns these lines with their decisions."""
+        return [(line, self.take(self.count, line)) for line in unheard(self.count, told)]
 
     def hear(self, record: object) -> None:
         """Takes a decision. Results that contradict each other are for the host that coordinates to judge."""

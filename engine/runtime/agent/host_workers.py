@@ -29,8 +29,7 @@ from engine.codec.messages import encode
 from engine.core.errors import EnvironmentLacksError, ExitCode
 from engine.core.history.merging import OffsetBounds, OffsetWatch
 from engine.core.history.process_records import ClockRecord, HeardRecord
-from engine.core.history.run_records import AuditRecord
-from engine.core.hosts.ends import unheard
+from engine.core.history.run_records import AuditRecord, Record
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
@@ -223,7 +222,7 @@ class HostWorkers:
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
             header, packet = self._orders.get()
             if isinstance(header, HeardHostMessage):
-                self._hear(header.number, packet.decode(), self._chief)
+                self._hear(header.number, packet.decode())
             elif isinstance(header, OutcomeHostMessage):
                 self.outcome = HostOutcome(header.code, header.words)
 
@@ -336,20 +335,22 @@ class HostWorkers:
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._signs.signal(self._processes[number], signal.Signals(which))
                 case HeardHostMessage(number=number):
-                    self._hear(number, packet.decode(), self._chief)
+                    self._hear(number, packet.decode())
                 case OutcomeHostMessage(code=code, words=words):
                     self.outcome = HostOutcome(code, words)
 
-    def _hear(self, number: int, line: str, chief: str) -> None:
-        record = self.heard.take(number, line)
-        if record is not None and not isinstance(record, AuditRecord):  # the host of the worker has recorded hashes
-            self._recorder.write(HeardRecord(of=chief, line=line))
-            self._recorder.hear(record)
+    def _hear(self, number: int, line: str) -> None:
+        self._record(line, self.heard.take(number, line), self._chief)
 
     def complete(self, told: Iterable[Mapping[int, str]], chief: str) -> None:
         """Takes the decisions of the lost `chief` that other hosts have heard, and this one has not."""
-        for line in unheard(self.heard.count, told):
-            self._hear(self.heard.count, line, chief)
+        for line, record in self.heard.complete(told):
+            self._record(line, record, chief)
+
+    def _record(self, line: str, record: Record | None, chief: str) -> None:
+        if record is not None and not isinstance(record, AuditRecord):  # the host of the worker has recorded hashes
+            self._recorder.write(HeardRecord(of=chief, line=line))
+            self._recorder.hear(record)
 
     def _fork(self, order: ForkHostMessage) -> None:
         self._is_ending = False
