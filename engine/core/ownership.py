@@ -58,6 +58,10 @@ class Grid:
         """Returns all slots, pipeline by pipeline."""
         return tuple(product(range(self.pipelines), range(self.stages)))
 
+    def has(self, pipeline: int, stage: int, microbatch: int = 0) -> bool:
+        """Whether a microbatch of a slot is inside the grid; no number is negative, unless the action has none."""
+        return pipeline < self.pipelines and stage < self.stages and microbatch < self.microbatches
+
     def place(self, slot: Slot) -> int:
         """Returns the number of a slot, counted pipeline by pipeline."""
         return slot[0] * self.stages + slot[1]

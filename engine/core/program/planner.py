@@ -152,8 +152,7 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
 
     Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
     """
-    adopted, lost = _checked(source)
-    done = _done(source)
+    (adopted, lost), done = _checked(source), _done(source)
     return None if lost or _hands(source, done) else _repaired(source, base, adopted, done)
 
 
@@ -170,8 +169,7 @@ def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
 
 def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     """Returns the plan made from scratch, from what workers hold alone; its program has passed a dry run."""
-    ownership, step = source.ownership, source.committed + 1
-    done = _done(source)
+    ownership, step, done = source.ownership, source.committed + 1, _done(source)
     hands, held = _hands(source, done), tuple(_held(source, done))
     there = held_after(held, hands)
     tasks = tasks_left(ownership, there, done)
@@ -224,12 +222,8 @@ def _refuse_impossible(source: PlanInput) -> None:
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
         runs = [(pipeline, stage, last) for _, pipeline, stage, of in inventory.values.lines() for _, last in of]
         slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added)
-        if not all(_is_in(grid, *slot) for slot in slots) or not all(_is_in(grid, *run) for run in runs):
+        if not all(grid.has(*each) for each in (*slots, *runs)):
             raise InvariantError(f"worker {inventory.worker} holds what no step of {grid} has")
-
-
-def _is_in(grid: Grid, pipeline: int, stage: int, microbatch: int = 0) -> bool:
-    return pipeline < grid.pipelines and stage < grid.stages and microbatch < grid.microbatches
 
 
 def _hands(source: PlanInput, done: Collection[Slot]) -> tuple[Hand, ...]:

@@ -30,7 +30,7 @@ from engine.core.action import (
     ops_at,
 )
 from engine.core.errors import DeadlockError, InvariantError, ScheduleError
-from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import DependencyIndex, carried, makes, needs
 from engine.core.program.dry_run import refuse_stuck
 from engine.core.program.remaining_tasks import progress_of
@@ -88,7 +88,11 @@ def expected_actions(
             _split(whole.get(worker, {}), parts, frozenset(actions), frozenset(v for w, v in there if w == worker))
         for action in actions:
             slot = (action.pipeline, action.stage)
-            if action.op in _STREAMS and _is_inside(action, ownership.grid) and worker == ownership.owner(*slot):
+            if (
+                action.op in _STREAMS
+                and ownership.grid.has(*slot, action.microbatch)
+                and worker == ownership.owner(*slot)
+            ):
                 takers = [each for each in ownership.shadows_of(*slot) if (each, slot) not in healing]
                 _expect(whole, (worker, *takers) if takers else (), action)
             if _gives(action, worker, ownership, there):
@@ -99,7 +103,11 @@ def expected_actions(
 def _gives(action: Action, worker: int, ownership: Ownership, there: Collection[Held]) -> bool:
     """Says whether the action hands an accumulator that `worker` holds at the start to the owner of its slot."""
     stage, op, microbatch, pipeline = action
-    if op not in _HANDS or not _is_inside(action, ownership.grid) or ownership.owner(pipeline, stage) == worker:
+    if (
+        op not in _HANDS
+        or not ownership.grid.has(pipeline, stage, microbatch)
+        or ownership.owner(pipeline, stage) == worker
+    ):
         return False
     return (worker, Value(Kind.ADDED, pipeline, stage, microbatch)) in there
 
@@ -154,10 +162,6 @@ def _expect(whole: dict[int, Mine], workers: Iterable[int], action: Action) -> N
         whole.setdefault(worker, {}).setdefault((stage, op, pipeline), {})[microbatch] = False
 
 
-def _is_inside(action: Action, grid: Grid) -> bool:
-    return action.stage < grid.stages and action.pipeline < grid.pipelines and action.microbatch < grid.microbatches
-
-
 class Duties:
     """The actions that a worker may run although a step does not need them there."""
 
@@ -178,7 +182,7 @@ class Duties:
         """Returns the rule that an unexpected action breaks, or an empty text."""
         stage, op, _, pipeline = action
         grid, row = self._ownership.grid, OP_TABLE[op]
-        if not _is_inside(action, grid):
+        if not grid.has(action.pipeline, action.stage, action.microbatch):
             return f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
         owner = self._ownership.owner(pipeline, stage)
         is_shadow = worker in self._ownership.shadows_of(pipeline, stage)
