@@ -1,12 +1,14 @@
 """Control messages as they travel: a message is one JSON object that names its kind, with every field of its class.
 
 A message has at most `MAX_BYTES`. Texts of a user may have any length: the class of a message with such texts has a
-`cut_note`, and its longest texts are cut so that it fits. Any other message that does not fit is a bug.
+`cut_note`, and its longest texts are cut so that it fits. Any other message that is longer, such as the plan of a large
+job, is compressed behind its kind; one that does not fit then is a bug.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -20,6 +22,8 @@ from engine.core.message_kinds import MAX_BYTES, Message, class_of, head_of, kin
 _LEAST_BYTES = 8  # of a text that is cut
 _BESIDE_ROWS = 1_000  # bytes of a message beside its rows
 _HEAD = b'{"kind":"'
+_PACKED = b"\0"  # behind the kind: the rest is compressed
+_MOST_BYTES = 16_000_000  # of a message before it is compressed
 
 Row = TypeVar("Row")
 _encoder = msgspec.json.Encoder(enc_hook=other_plain)
@@ -28,10 +32,14 @@ _wire = json.JSONEncoder(separators=(",", ":"), default=plain_of).encode  # with
 
 
 def encode(of: Message) -> bytes:
-    """Returns a message as it travels; its longest texts are cut if it is too long and has a `cut_note`."""
+    """Returns a message as it travels. One that is too long has its longest texts cut, or it is compressed."""
     data = _text(of)
-    if len(data) <= MAX_BYTES or not of.cut_note:
+    if len(data) <= MAX_BYTES:
         return data
+    if not of.cut_note:
+        kind: Any = type(of)
+        head = _head(kind)
+        return head + _PACKED + zlib.compress(data[len(head) :], 1) if len(data) <= _MOST_BYTES else data
     whole, most = plain_of(of), MAX_BYTES // 4
     while len(data) > MAX_BYTES and most >= _LEAST_BYTES:
         data = _wire({"kind": kind_of(type(of)), **_with_cut_texts(whole, most, of.cut_note)}).encode()
@@ -52,7 +60,10 @@ def _text(of: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Returns the message that `encode` made these bytes of; raises InvariantError for any other bytes."""
-    made: Any = class_of(data[len(_HEAD) : data.find(b'"', len(_HEAD))].decode(errors="replace"))
+    end = data.find(b'"', len(_HEAD))
+    made: Any = class_of(data[len(_HEAD) : end].decode(errors="replace"))
+    if data[end + 1 : end + 2] == _PACKED:
+        data = data[: end + 1] + _unpacked(data[end + 2 :])
     try:
         if made is not None:
             message: Message = decoder_of(made).decode(data)
@@ -61,6 +72,17 @@ def decode(data: bytes) -> Message:
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         pass
     return _looked_at(data)
+
+
+def _unpacked(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        whole = stream.decompress(data, _MOST_BYTES)
+    except zlib.error as error:
+        raise InvariantError(f"a compressed message is broken: {error}") from error
+    if not stream.eof or stream.unused_data:
+        raise InvariantError(f"a compressed message is cut, or has more than {_MOST_BYTES} bytes")
+    return whole
 
 
 def _looked_at(data: bytes) -> Message:

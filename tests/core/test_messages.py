@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from importlib import import_module
 from random import Random
@@ -15,9 +16,11 @@ import pytest
 
 from engine.codec.messages import decode, encode
 from engine.core.errors import InvariantError
-from engine.core.message_kinds import Message, ToAgent, kinds, message
+from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, head_of, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
 from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.inventory import Inventory, PlanMessage, ValueRuns, to_json
+from engine.core.value import Kind, Value
 from tests.test_house import MODULES
 
 for module in MODULES:
@@ -225,3 +228,51 @@ def test_an_annotation_that_no_reader_knows_is_refused() -> None:
 def test_modules_that_define_messages_are_all_looked_at() -> None:
     modules = {each.name for each in MODULES if "\n@message\n" in each.text}
     assert {made.__module__ for _, made in KINDS} == modules
+
+
+# Long messages
+LONG = EpochMessage(3, tuple(range(60_000)), True, True, None, None, None)
+
+
+def test_a_long_message_is_compressed_behind_its_kind() -> None:
+    data = encode(LONG)
+    assert len(data) <= MAX_BYTES < 5 * len(LONG.members)
+    assert data.startswith(head_of(EpochMessage))
+    assert decode(data) == LONG
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda data: data[:-9], "is cut"),
+        (lambda data: data + b"x", "is cut"),
+        (lambda data: data[:40] + b"?" + data[41:], "is broken"),
+        (lambda data: data.replace(b'"epoch"', b'"plan"', 1), "plan"),
+    ],
+)
+def test_a_spoiled_compressed_message_is_refused(spoil: Callable[[bytes], bytes], why: str) -> None:
+    with pytest.raises(InvariantError, match=why):
+        decode(spoil(encode(LONG)))
+
+
+def test_a_small_packet_cannot_fill_the_memory() -> None:
+    bomb = head_of(EpochMessage) + b"\0" + zlib.compress(b" " * 20_000_000)
+    assert len(bomb) < MAX_BYTES
+    with pytest.raises(InvariantError, match="more than 16000000 bytes"):
+        decode(bomb)
+
+
+def test_the_plan_of_a_thousand_workers_fits_a_message() -> None:
+    owners = tuple(range(1024))
+    texts = tuple((worker, _inventory(worker)) for worker in owners)
+    plan = PlanMessage(2, 0, owners, (), owners, tuple((worker,) for worker in owners), texts, owners, owners, owners)
+    data = encode(plan)
+    assert len(data) < MAX_BYTES < sum(len(text) for _, text in texts)
+    assert decode(data) == plan
+
+
+def _inventory(worker: int) -> str:
+    slot = (0, worker)
+    values = [Value(kind, *slot, index) for kind in (Kind.ACTIVATION, Kind.RESIDUAL) for index in range(worker % 64)]
+    counts = {slot: 60 + worker % 7}
+    return to_json(Inventory(worker, 1, (slot, (0, worker + 1)), counts, counts, (), ValueRuns(values)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -121,4 +122,4 @@ def test_a_wait_ends_when_its_group_is_given_up_and_no_other_one_does(workers: W
 
 def test_a_value_that_fits_no_message_is_refused(workers: Workers) -> None:
     with pytest.raises(InvariantError, match="does not fit a packet"):
-        workers.meetings()[0].set("a", bytes(MAX_BYTES))
+        workers.meetings()[0].set("a", os.urandom(MAX_BYTES))

@@ -456,6 +456,9 @@ def _send_plan(state: CoordinatorState) -> Decided:
     return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
 
 
+_MOST_OF_PLAN = 4 * MAX_BYTES  # programs and inventories take less than a quarter when they are compressed
+
+
 def _with_repair(job: Job, document: PlanMessage) -> PlanMessage:
     """Returns the document with its plan, if that is a repair and fits a message.
 
@@ -471,7 +474,7 @@ def _with_repair(job: Job, document: PlanMessage) -> PlanMessage:
         return document
     planned = replace(document, repair=repair)
     size = len(repr(planned)) + sum(text.count('"') for _, text in document.inventories)  # no less than it has as JSON
-    return planned if size <= MAX_BYTES else document
+    return planned if size <= _MOST_OF_PLAN else document
 
 
 def _start_training(state: CoordinatorState) -> Decided:
