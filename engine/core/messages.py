@@ -14,6 +14,7 @@ from engine.core.message_kinds import CUT, LastWords, Message, Plain, TextsToAge
 from engine.core.ownership import Slot
 from engine.core.units import Scalar
 
+BorderSpecs = tuple[tuple[tuple[int, ...], str, bool], ...]  # shape, dtype, needs gradient of each tensor
 OwnPhase = Literal["fence", "regroup", "inventory", "plan"]  # phases of a recovery that only workers know of
 
 
@@ -129,10 +130,17 @@ class CutMessage(TextsToAgent):
 
 @message
 class BorderMessage(ToAgent, ToWorker):
-    """The border behind a stage, from its owner and passed on to every worker: shape, dtype, needs gradient."""
+    """The border behind a stage, from its owner and passed on to the owner of the next stage."""
 
     stage: int
-    specs: tuple[tuple[tuple[int, ...], str, bool], ...]
+    specs: BorderSpecs
+
+
+@message
+class BordersMessage(ToWorker):
+    """The borders behind all stages, in order; every worker waits for them."""
+
+    specs: tuple[BorderSpecs, ...]
 
 
 @message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.codec.messages import encode
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.manifest import Part
-from engine.core.messages import BorderMessage, PartitionMessage, PingMessage, ReadyMessage, WelcomeMessage
+from engine.core.messages import BordersMessage, PartitionMessage, PingMessage, ReadyMessage, WelcomeMessage
 from engine.runtime.agent.host_servers import ReplayBuffer, WelcomeCache
 
 
@@ -31,7 +31,7 @@ def welcome(worker: int, start: str) -> bytes:
 
 def test_what_a_newcomer_is_told_is_passed_on_and_nothing_of_an_earlier_start() -> None:
     border, cut = (
-        encode(BorderMessage(0, (((1,), "float32", True),))),
+        encode(BordersMessage(((((1,), "float32", True),),))),
         [encode(PartitionMessage(starts)) for starts in ((0, 1), (0, 2))],
     )
     taught = WelcomeCache()

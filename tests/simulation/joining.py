@@ -23,8 +23,8 @@ class Joining(Executor):
     def __init__(self, world: World, number: int):
         super().__init__(world, number)
         self.ownership = world.ownership
-        self.borders = -1  # learned so far; -1 before the first group is formed
-        self.early: list[int] = []
+        self.has_formed = False
+        self.borders: list[ToWorker] = []  # that have come and are not yet learned
 
     def start(self) -> None:
         """Learns its job; the first worker cuts the model."""
@@ -52,8 +52,8 @@ class Joining(Executor):
         if isinstance(message, messages.PartitionMessage) and self.group < 0:
             self.come_to("partition")
             self.goes_on(self._build)
-        elif isinstance(message, messages.BorderMessage):
-            self.early.append(message.stage)
+        else:
+            self.borders.append(message)
             self.learn()
 
     def _build(self) -> None:
@@ -64,23 +64,20 @@ class Joining(Executor):
 
     def formed_first(self) -> None:
         """Begins to learn the borders."""
-        self.borders = 0
-        self._probe()
+        self.has_formed = True
+        if self.ownership.owner(0, 0) == self.number:
+            self.world.say(self.number, messages.BorderMessage(0, ()))
         self.learn()
 
     def learn(self) -> None:
-        """Learns the borders that have come, in the order of stages."""
-        while self.borders in self.early:
-            self.borders += 1
-            if self.borders == self.case.stages:
+        """Probes the stage behind each border that has come; has joined with the borders of all."""
+        while self.has_formed and self.borders:
+            message = self.borders.pop(0)
+            if isinstance(message, messages.BorderMessage):
+                self.world.say(self.number, messages.BorderMessage(message.stage + 1, ()))
+            else:
                 self.come_to("ready")
                 self.goes_on(self.joined)
-                return
-            self._probe()
-
-    def _probe(self) -> None:
-        if self.ownership.owner(0, self.borders) == self.number:
-            self.world.say(self.number, messages.BorderMessage(self.borders, ()))
 
     def joined(self) -> None:
         """Handles the end of the start."""

@@ -33,7 +33,7 @@ from engine.core.hosts.host_messages import (
 )
 from engine.core.hosts.host_options import NAME
 from engine.core.message_kinds import MAX_BYTES, Message, ToAgent
-from engine.core.messages import BorderMessage, HeartbeatMessage, PartitionMessage, WelcomeMessage
+from engine.core.messages import BordersMessage, HeartbeatMessage, PartitionMessage, WelcomeMessage
 
 MOST_BYTES = MAX_BYTES + 1_000  # of a frame: a control message and its header
 _BREAK = b"\n"
@@ -138,7 +138,7 @@ def read_from_host(data: bytes) -> Packets:
             _refuse_unless(facts[1] < _MOST_WORKERS, f"at most {_MOST_WORKERS} workers")
         _refuse_unless(header.heard >= 0, "a number of decisions")
     elif isinstance(header, TaughtHostMessage):
-        is_taught = isinstance(decode(packet), WelcomeMessage | PartitionMessage | BorderMessage)
+        is_taught = isinstance(decode(packet), WelcomeMessage | PartitionMessage | BordersMessage)
         _refuse_unless(is_taught, "a message that each newcomer is told")
     elif isinstance(header, ToldHostMessage):
         _refuse_unless(header.number >= 0 and packet.isascii(), "a decision in plain text, and its number")

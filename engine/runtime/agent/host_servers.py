@@ -46,7 +46,7 @@ from engine.core.kv import KV, Lease
 from engine.core.message_kinds import MAX_BYTES, Message, head_of
 from engine.core.messages import (
     AuditMessage,
-    BorderMessage,
+    BordersMessage,
     CutMessage,
     Evaluation,
     FailedMessage,
@@ -93,7 +93,7 @@ _ONCE = tuple(
 _PARTS = tuple(map(head_of, (KeptMessage, UnkeptMessage)))
 _HASHES = head_of(AuditMessage)
 _WELCOME = head_of(WelcomeMessage)
-_PLACE = tuple(map(head_of, (PartitionMessage, BorderMessage)))
+_PLACE = tuple(map(head_of, (PartitionMessage, BordersMessage)))
 _MOST_HASHES = 64  # messages: those of two steps, of a worker with many slots
 
 

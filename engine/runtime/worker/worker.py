@@ -37,7 +37,6 @@ from engine.core.errors import (
     TransferFailedError,
     UserError,
     WorkerException,
-    ensure,
 )
 from engine.core.faults.fault import from_plain
 from engine.core.history.process_records import KnownRecord
@@ -430,33 +429,34 @@ def _before_its_trial(job: Job, model: Model) -> contextlib.AbstractContextManag
 def _learn_borders(
     control: Control, worker: int, ownership: Ownership, replicas: Replicas, data: Data
 ) -> tuple[Border, ...]:
-    """Probes the stages of pipeline 0 in order. Every worker learns every border: it may own any stage later."""
-    borders: list[Border] = []
+    """Probes its stages of pipeline 0 in order. Every worker learns every border: it may own any stage later."""
     for index in range(ownership.grid.stages):
         if ownership.owner(0, index) == worker:
+            before = _border_of(control.take(messages.BorderMessage).specs) if index else None
             stage = replicas.stages[0, index]
             with _before_its_trial(stage.job, stage.model):
-                border = _probed(stage, borders, data)
+                border = _probed(stage, before, data)
             control.send(messages.BorderMessage(index, tuple(spec.to_json() for spec in border)))
-        learned = control.take(messages.BorderMessage)
-        ensure(learned.stage == index, f"the border of stage {learned.stage} came where {index} was due")
-        borders.append(tuple(TensorSpec.from_json(spec) for spec in learned.specs))
-    return tuple(borders)
+    return tuple(map(_border_of, control.take(messages.BordersMessage).specs))
 
 
-def _probed(stage: Stage, borders: Sequence[Border], data: Data) -> Border:
+def _border_of(specs: messages.BorderSpecs) -> Border:
+    return tuple(map(TensorSpec.from_json, specs))
+
+
+def _probed(stage: Stage, before: Border | None, data: Data) -> Border:
     """Returns the border behind a stage; the first stage gets data, the others zeros of the border before them.
 
     The stages that load data also load a microbatch of each evaluation set: a mistake in it would end training later.
     """
-    zeros = tuple(spec.zeros(stage.device) for spec in borders[-1]) if borders else ()
-    if borders and not stage.is_last:
+    zeros = tuple(spec.zeros(stage.device) for spec in before or ())
+    if before is not None and not stage.is_last:
         return stage.probe(zeros)
     size = stage.job.microbatch_size
     batch = on_device(data.microbatch(0, 0, 0, size), stage.device)
     sets = evaluation_sets(data) if stage.job.validate_every else ()
     validation = [stage.device.put_all(evaluation(data, name, 0, size).targets) for name in sets]
-    inputs = zeros if borders else batch.inputs
+    inputs = batch.inputs if before is None else zeros
     if not stage.is_last:
         return stage.probe(inputs)
     return stage.probe(inputs, batch.targets, validation)
