@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
 from bamboo_cli import completion
 from bamboo_cli.echo import echo
 from bamboo_cli.run_options import TrustCode, caller_layer, tell_untrusted
+from engine.core.checkpoint_rules import keeps_any
 from engine.core.errors import BambooError, Problem, UserError, noting, problems_of
 from engine.core.job.job import ARGS_FIELDS, Job
 from engine.files.jobs.job_value import FIELD_HELP, FIELD_TYPES
 from engine.files.jobs.resolved_job import ResolvedJob
 
 if TYPE_CHECKING:
-    from engine.files.jobs.checkpoint_choice import CheckpointChoice
+    from engine.files.jobs.checkpoint_choice import CheckpointChoice, JobSoFar
     from engine.files.jobs.job_layers import Layer
     from engine.files.strict_yaml import Document
 
@@ -33,15 +35,18 @@ if TYPE_CHECKING:
 # The options of `bamboo run` about a checkpoint to begin after; its job is the lowest layer of the run's own.
 _PANEL = "Checkpoints"
 _RESULTS = "results"
+AUTO = "auto"
+Found = TypeVar("Found")
 
 Resume = Annotated[
     str | None,
     typer.Option(
         "--resume",
-        metavar="latest|RUN|DIR[@STEP]",
-        help="Resume from a run (RUN, or latest: the newest with a checkpoint), or from a checkpoint folder or URL. "
-        "STEP: by default the newest good checkpoint. The job comes from the checkpoint. Stages, schedule, "
-        "redundancy, workers and the like may change.",
+        metavar="auto|latest|RUN|DIR[@STEP]",
+        help="auto: resume this job from its newest good checkpoint, or begin it if there is none; the same line is "
+        "right every time. Otherwise resume from a run (RUN, or latest: the newest with a checkpoint), or from a "
+        "checkpoint folder or URL, with the job of the checkpoint. STEP: by default the newest good checkpoint. "
+        "Stages, schedule, redundancy, workers and the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -65,7 +70,7 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     from engine.files.jobs.checkpoint_choice import refuse_other_bits
 
     if not text:  # as of a variable that is not set
-        raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
+        raise UserError([Problem("--resume", "auto, latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
     choice = _found(text, folder)
     resolved = resolve(kept=choice.document)
@@ -74,27 +79,74 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     return replace(resolved, origin=replace(choice.origin, other_bits=other_bits or choice.origin.other_bits))
 
 
+def resolve_auto(other_bits: bool, resolve: Callable[..., ResolvedJob], as_json: bool) -> ResolvedJob:
+    """Returns the job of the command line, which goes on from its newest good checkpoint, or begins anew.
+
+    A job that is complete ends the command.
+
+    Raises:
+        BambooError: the job is wrong, keeps nothing, has no good checkpoint among those that it has, or other bits now.
+    """
+    from engine.files.jobs.checkpoint_choice import refuse_other_bits
+
+    resolved = resolve()
+    job = resolved.job
+    if not keeps_any(job.checkpoint_every):
+        hint = "nothing is kept, so there is never anything to resume"
+        raise UserError([Problem("checkpoint_every", "checkpoints beside --resume auto", job.checkpoint_every, hint)])
+    so_far = _found_for(job)
+    if so_far.finished_by:
+        _tell_complete(job, so_far.finished_by, as_json)
+        raise typer.Exit(0)
+    if (choice := so_far.choice) is None:
+        return resolved
+    refuse_other_bits(choice, job, other_bits)
+    echo(choice.words, err=True)
+    return replace(resolved, origin=replace(choice.origin, other_bits=other_bits or choice.origin.other_bits))
+
+
+def _tell_complete(job: Job, run: str, as_json: bool) -> None:
+    line = f"complete: all {job.steps} steps of this job are committed in run {run}; there is nothing to resume"
+    echo(line, err=as_json)
+    if as_json:
+        echo(json.dumps({"outcome": "complete", "run": run, "steps": job.steps, "exit_code": 0}))
+
+
+def _found_for(job: Job) -> JobSoFar:
+    """Returns what the runs of a job have left."""
+    from engine.files.jobs.checkpoint_choice import JobSoFar, find_for_job
+
+    folder = Path(job.results)
+    return _answered(str(folder), JobSoFar, lambda say: find_for_job(job, folder, say))
+
+
 def _found(text: str, folder: Path) -> CheckpointChoice:
-    """Returns the checkpoint that `text` names; another process reads, as a disk may have stopped."""
-    from engine.codec.values import plain_of, value_of
+    """Returns the checkpoint that `text` names."""
     from engine.files.jobs.checkpoint_choice import CheckpointChoice, find_checkpoint
+
+    place = text if os.sep in text else str(folder)
+    return _answered(place, CheckpointChoice, lambda say: find_checkpoint(text, folder, say))
+
+
+def _answered(place: str, kind: type[Found], find: Callable[[Callable[[str], object]], Found]) -> Found:
+    """Returns what `find` finds at a place; another process reads, as a disk may have stopped."""
+    from engine.codec.values import plain_of, value_of
     from engine.runtime.agent.orders import READ_LIMIT_S, answered, heard, told
 
     def read() -> list[Any]:
         lines: list[str] = []
         try:
-            return [lines, plain_of(find_checkpoint(text, folder, lines.append)), None]
+            return [lines, plain_of(find(lines.append)), None]
         except BambooError as error:
             return [lines, None, told(error)]
 
-    place = text if os.sep in text else str(folder)
     answered(place, lambda: Path(place.partition("@")[0]).exists() and None)  # soon, on a disk that has not stopped
     messages, plain, error = answered(place, read, READ_LIMIT_S)
     for message in messages:
         echo(message, err=True)
     if error is not None:
         raise heard(error)
-    return value_of(plain, CheckpointChoice, "the answer")
+    return value_of(plain, kind, "the answer")
 
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
@@ -173,7 +225,9 @@ def _with_flags(
 
 def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[..., ResolvedJob]) -> ResolvedJob:
     """Returns the job, of a checkpoint if the command is to resume one."""
-    if (text := own_values.get("resume")) is not None:
+    if (text := own_values.get("resume")) == AUTO:
+        return resolve_auto(own_values["other_bits"], resolve, bool(own_values.get("as_json")))
+    if text is not None:
         return resolve_resumed(text, own_values["other_bits"], results, resolve)
     if own_values.get("other_bits"):
         raise UserError([Problem("--other-bits", "--resume beside it"), *problems_of(resolve)])

@@ -127,6 +127,10 @@ class CheckpointFolder:
         steps = ((step_of(folder), file) for folder, _, file in paths if is_manifest(file) or not file)
         return tuple(sorted(CheckpointName(step, file) for step, file in steps if step is not None))
 
+    def runs(self, is_wanted: Callable[[Manifest], bool]) -> tuple[str, ...]:
+        """Returns the runs with a manifest that can be read and is wanted, by name."""
+        return tuple(sorted({manifest.run for manifest, _ in self._read_all("")[0] if is_wanted(manifest)}))
+
     def manifest(self, name: CheckpointName) -> Manifest:
         """Returns the manifest of a checkpoint; raises DamagedCheckpointError if it is damaged."""
         return manifest_of(str(name), self._storage.read(str(name), MOST_BYTES))

@@ -118,6 +118,7 @@ def case_of_job(resolved: ResolvedJob, scenario: Scenario, **options: Any) -> Ca
 
 def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> str:
     """Returns the text of `run.json` in the folder `run`, with the result of the case once it is known."""
+    from engine.core.job.bit_fields import fingerprint_of
     from engine.files.host_facts import host_facts
     from engine.files.run_folder import run_json_text
     from engine.files.trajectory_file import own_sources
@@ -125,6 +126,7 @@ def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> st
     facts: dict[str, Any] = {
         "run": case.begun_as or run,
         "job": asdict(case.scenario.job.masked),
+        "fingerprint": fingerprint_of(case.scenario.job),
         "origins": case.origins,
         "injectable": case.injectable,
         "host": host_facts(Path.cwd()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -145,13 +146,36 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--resume", ""), "--resume: expected latest, a run, or a folder or URL of checkpoints, found ''"),
+        (("--resume", ""), "--resume: expected auto, latest, a run, or a folder or URL of checkpoints, found ''"),
         (("--other-bits",), "--other-bits: expected --resume beside it"),
     ],
 )
 def test_no_new_job_begins_where_a_checkpoint_was_meant(arguments: tuple[str, ...], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
         CliRunner().invoke(bamboo, ["run", "--dry-run", *arguments], catch_exceptions=False)
+
+
+def test_one_line_begins_a_job_resumes_it_and_says_that_it_is_complete(tmp_path: Path) -> None:
+    """`--resume latest` had no first start, and no end that a script could tell from a failure."""
+    line = ["run", "--steps", "9", "--resume", "auto"]
+
+    def said(*more: str) -> str:
+        done = CliRunner().invoke(bamboo, [*line, *more], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.output
+
+    assert said("--dry-run").startswith("no run of this job yet: it begins with step 0\n")
+    job = invoke("run", "--steps", "9")[0].job
+    keep(tmp_path / "results", "20261123-100000-a-0000", (3,), job)
+    assert said("--dry-run", "--stages", "2").startswith("goes on after step 3 of run 20261123-100000-a-0000 (")
+    keep(tmp_path / "results", "20261124-100000-a-0000", (8,), job)
+    complete = "complete: all 9 steps of this job are committed in run 20261124-100000-a-0000"
+    assert said() == f"{complete}; there is nothing to resume\n"
+    asked = CliRunner().invoke(bamboo, [*line, "--json"], catch_exceptions=False)
+    expected = {"outcome": "complete", "run": "20261124-100000-a-0000", "steps": 9, "exit_code": 0}
+    assert json.loads(asked.stdout) == expected
+    with pytest.raises(UserError, match="checkpoint_every: expected checkpoints beside --resume auto, found 0"):
+        CliRunner().invoke(bamboo, [*line, "--checkpoint-every", "0"], catch_exceptions=False)
 
 
 def test_a_resumed_run_names_its_origin_at_the_start(tmp_path: Path) -> None:

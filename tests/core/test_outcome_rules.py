@@ -80,7 +80,7 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
             Expect("resumable"),
             {},
             "expect.outcome: expected a job that keeps checkpoints beside it, found 'resumable' (with checkpoint_every "
-            "'end' there is no checkpoint before the end)",
+            "'10m' there is no checkpoint before the end)",
         ),
         ((PAIR,), Expect("resumable"), {"checkpoint_every": "8"}, "no checkpoint before the end"),
         ((PAIR,), Expect("resumable"), {"checkpoint_every": "2"}, "the run goes on by itself 3 times"),

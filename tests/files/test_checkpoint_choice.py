@@ -15,7 +15,13 @@ from engine.core.manifest import LayerHash, Manifest
 from engine.core.units import Args
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
-from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
+from engine.files.jobs.checkpoint_choice import (
+    JobSoFar,
+    find_checkpoint,
+    find_for_job,
+    refuse_other_bits,
+    resume_command,
+)
 from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.jobs.user_files import code_files, data_files
 from tests.files.made_checkpoints import part_of, sha256, state_hash
@@ -127,6 +133,69 @@ def test_latest_never_goes_on_with_another_job(tmp_path: Path) -> None:
     (tmp_path / NEW / "run.json").write_text("{")  # its job is not known
     with pytest.raises(NothingMatchedError, match="20261121-100000-c-0000"):
         find_checkpoint("latest", tmp_path, lambda line: None)
+
+
+def test_a_job_begins_anew_goes_on_and_is_complete(tmp_path: Path) -> None:
+    """The same line each time: nothing yet, then its newest good checkpoint, then its last step."""
+    job, told = Job(steps=9), list[str]()
+    assert find_for_job(job, tmp_path, told.append) == JobSoFar()
+    assert told.pop() == "no run of this job yet: it begins with step 0"
+    keep(tmp_path, OLD, (), job)
+    assert find_for_job(job, tmp_path, told.append) == JobSoFar()
+    assert told.pop() == f"run {OLD} of this job has kept no checkpoint: it begins with step 0"
+    place = keep(tmp_path, OLD, (3, 5), job)
+    found = find_for_job(replace(job, stages=2, lr=0.5), tmp_path, told.append)
+    assert found.choice is not None and found.choice.origin.step == 5
+    with pytest.raises(UserError, match=r"lr: expected 0\.002 as in the checkpoint"):  # it does not begin anew
+        refuse_other_bits(found.choice, replace(job, lr=0.5), other_bits=False)
+    keep(tmp_path, NEW, (8,), job, resumed=OLD)
+    assert find_for_job(job, tmp_path, told.append).finished_by == NEW
+    assert find_for_job(replace(job, lr=0.5), tmp_path, told.append).finished_by == ""
+    assert find_for_job(replace(job, steps=10), tmp_path, told.append).finished_by == ""
+    assert told == []
+    for each in (*place.glob("*/manifest-*"), *(tmp_path / NEW).glob("checkpoints/*/manifest-*")):
+        each.write_bytes(b"")
+    with pytest.raises(StorageError, match="3 checkpoints were refused; move them away to begin anew"):
+        find_for_job(job, tmp_path, told.append)
+
+
+def test_a_finished_run_that_has_no_checkpoint_any_more_is_complete(tmp_path: Path) -> None:
+    job = Job(steps=9)
+    keep(tmp_path, NEW, (), job)
+    facts = {"job": asdict(job), "host": host_facts(Path.cwd()), "result": {"outcome": "finished", "steps": 9}}
+    (tmp_path / NEW / "run.json").write_text(json.dumps(facts))
+    assert find_for_job(job, tmp_path, str).finished_by == NEW
+    assert find_for_job(replace(job, steps=10), tmp_path, str) == JobSoFar()
+    (tmp_path / NEW / "run.json").write_text(json.dumps(facts | {"result": {"outcome": "failed", "steps": 9}}))
+    assert find_for_job(job, tmp_path, str) == JobSoFar()
+
+
+def test_a_job_never_goes_on_with_another_one(tmp_path: Path) -> None:
+    keep(tmp_path, OLD, (3,))
+    keep(tmp_path, NEW, (5,), Job(model="mlp"))
+    told: list[str] = []
+    found = find_for_job(Job(), tmp_path, told.append)
+    assert found.choice is not None and found.choice.origin.run == OLD
+    assert told == [f"the newest run {NEW} is of another job (model 'mlp', and here '{Job().model}'): it is left alone"]
+    for other in (Job(seed=1), Job(name="another"), Job(data="synthetic"), Job(model_args={"width": 8})):
+        assert find_for_job(other, tmp_path, told.append) == JobSoFar()
+    (tmp_path / NEW / "run.json").write_text("{")
+    find_for_job(Job(), tmp_path, told.append)
+    assert told[-1] == f"the newest run {NEW} cannot be read: it is left alone"
+    (tmp_path / NEW / "run.json").write_text(json.dumps({"job": asdict(Job(model="mlp")), "host": {}}))
+    recorded = {"job": asdict(Job()), "host": {}, "fingerprint": "0" * 16}  # of another version, with other fields
+    (tmp_path / OLD / "run.json").write_text(json.dumps(recorded))
+    assert find_for_job(Job(), tmp_path, told.append) == JobSoFar()
+
+
+def test_a_new_machine_finds_what_others_kept_in_the_place_of_the_job(tmp_path: Path) -> None:
+    job = Job(checkpoints=str(keep(tmp_path / "shared", OLD, (3, 5))))
+    (tmp_path / "shared" / NEW).mkdir()
+    (tmp_path / "shared" / OLD / "checkpoints").rename(tmp_path / "kept")
+    job = replace(job, checkpoints=str(tmp_path / "kept"))
+    found = find_for_job(job, tmp_path / "results", str).choice
+    assert found is not None and (found.origin.run, found.origin.step) == (OLD, 5)
+    assert find_for_job(replace(job, seed=1), tmp_path / "results", str) == JobSoFar()
 
 
 def test_a_resumed_run_without_one_stands_for_the_run_before(tmp_path: Path) -> None:

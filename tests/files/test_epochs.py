@@ -79,7 +79,7 @@ def test_every_sample_is_trained_as_often_as_there_are_epochs() -> None:
     [
         ("validate_every: 1epoch\ncheckpoint_every: 2 epochs", (7, "14")),
         ("validate_every: 0.5epochs\ncheckpoint_every: 0.001epochs", (4, "1")),
-        ("epochs: 3\nvalidate_every: 3epochs", (21, "end")),
+        ("epochs: 3\nvalidate_every: 3epochs", (21, "10m")),
         ("epochs: 3\nvalidate_every: '9'\ncheckpoint_every: 10m", None),
         ("validate_every: epoch", None),
         ("validate_every: 0epochs", None),

@@ -160,7 +160,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         ),
         (
             fault("{at: {step: 1, stage: 0, action: CHECKPOINT}, do: kill}"),
-            ["case.yaml:5:17: faults.0.at.step: expected a step that is kept, found 1 (checkpoint_every is 'end')"],
+            ["case.yaml:5:17: faults.0.at.step: expected a step that is kept, found 1 (checkpoint_every is '10m')"],
         ),
         (
             fault("{at: {step: 1, stage: 0, action: LOG, microbatch: 1}, do: kill}"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
-from engine.core.checkpoint_rules import keeping_of
+from engine.core.checkpoint_rules import KeepRule, keeping_of
 from engine.core.errors import Problem, nearest
 from engine.core.faults.fault import (
     ANY_HOSTS,
@@ -142,7 +142,12 @@ def _keeps_before_the_end(job: Job) -> bool:
     if keeping is None:
         return False
     is_due = 0 < keeping.every_steps and (keeping.every_steps < job.steps or not job.has_steps)
-    return keeping.needs_time or keeping.in_epochs or is_due
+    return _keeps_by_time(job, keeping) or keeping.in_epochs or is_due
+
+
+def _keeps_by_time(job: Job, keeping: KeepRule) -> bool:
+    """Returns whether steps may be kept by the clock; a scenario takes seconds, so the default's minutes never pass."""
+    return keeping.needs_time and job.checkpoint_every != Job().checkpoint_every
 
 
 def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
@@ -430,7 +435,7 @@ def _checkpoint(place: str, job: Job, step: int) -> list[Problem]:
     """A stage is written for a checkpoint behind the steps that the job keeps; those by time are not known before."""
     keeping = keeping_of(job.checkpoint_every)
     is_last = step == job.steps - 1 or not job.has_steps
-    if keeping is None or keeping.needs_time or keeping.in_epochs or keeping.is_kept(step, is_last):
+    if keeping is None or _keeps_by_time(job, keeping) or keeping.in_epochs or keeping.is_kept(step, is_last):
         return []
     return [Problem(place, "a step that is kept", str(step), f"checkpoint_every is {job.checkpoint_every!r}")]
 

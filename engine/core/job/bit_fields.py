@@ -9,6 +9,8 @@ They read them when torch is loaded. A set is fixed if all three variables have 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -47,6 +49,9 @@ _CHEAPEST: Mapping[str, Any] = {
 NEUTRAL = _AS_RUN | _CHEAPEST.keys()
 # The fields that shape a checkpoint's tensors: it cannot be loaded with others. Each pipeline has its own buffers.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
+# The fields that tell one job from another. A job with another learning rate is the same one, changed: it is neither
+# resumed nor begun anew without a word.
+_IDENTITY = ("model", "model_args", "data", "data_args", "seed", "name")
 # What older versions did where they lacked a field. They were deterministic on a GPU; on the CPU the setting changes
 # only bits that were random anyway.
 _BEFORE: Mapping[str, object] = {"device": "cpu", "deterministic": True}
@@ -134,11 +139,35 @@ def bit_differences(
     return different + different_facts(compared_facts(facts, job), compared_facts(now, job))
 
 
+def job_fingerprint(job: Mapping[str, object]) -> str:
+    """Returns what tells a kept job from others, as 16 hex digits; empty for an unreadable record.
+
+    A run records it. `--resume auto` resumes no run with another one, and `--resume latest` replaces none by it.
+    """
+    identity = {name: job.get(name, getattr(Job(), name)) for name in _IDENTITY}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if job else ""
+
+
+def fingerprint_of(job: Job) -> str:
+    """Returns the fingerprint of a job, which is that of its record."""
+    return job_fingerprint(asdict(job.masked))
+
+
+def identity_difference(before: Mapping[str, object], job: Job) -> BitDifference | None:
+    """Returns the first field that tells a kept job from another one; None if they are one job."""
+    now = asdict(job.masked)
+    pairs = (
+        BitDifference(name, *(each.get(name, getattr(Job(), name)) for each in (before, now))) for name in _IDENTITY
+    )
+    return next((each for each in pairs if each.before != each.now), None)
+
+
 def is_same_job(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Returns whether two kept jobs decide the same bits; an empty one stands for an unreadable record."""
+    """Returns whether two kept jobs are one job, and decide the same bits."""
     names = [name for name in asdict(Job()) if name not in NEUTRAL]
     values = [[each.get(name, _BEFORE.get(name)) for name in names] for each in (one, other)]
-    return bool(one and other) and values[0] == values[1]
+    fingerprints = [job_fingerprint(each) for each in (one, other)]
+    return bool(fingerprints[0]) and fingerprints[0] == fingerprints[1] and values[0] == values[1]
 
 
 def _plain(value: object) -> object:

@@ -168,9 +168,9 @@ class Job:
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
-        "end",
-        "write a checkpoint every N steps (100), epochs (1epoch) or minutes (10m); end = after the last step; 0 = "
-        "never",
+        "10m",
+        "write a checkpoint every N steps (100), epochs (1epoch) or minutes (10m), and at the end; end = only at the "
+        "end; 0 = never",
     )
     keep: int = described(3, "keep the newest N checkpoints of a run; older ones are deleted")
     checkpoints: str = described("", "folder or URL (s3://...) for checkpoints; default: the run's folder")

@@ -15,17 +15,32 @@ from typing import Any, NamedTuple
 
 from engine.core.checkpoint_rules import Resumption
 from engine.core.errors import BambooError, NothingMatchedError, Problem, StorageError, UserError
-from engine.core.job.bit_fields import OF_TENSORS, BitDifference, bit_differences, is_same_job
+from engine.core.job.bit_fields import (
+    OF_TENSORS,
+    BitDifference,
+    bit_differences,
+    fingerprint_of,
+    identity_difference,
+    is_same_job,
+)
 from engine.core.job.job import Job
 from engine.core.manifest import Manifest
-from engine.core.texts import counted, trust_words
+from engine.core.texts import counted, numbered, trust_words
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, checkpoints_at
 from engine.files.host_facts import fixed_instruction_set, host_facts
-from engine.files.jobs.checkpoint_place import CheckpointPlace, ResumedRun, checkpoint_places, places_of
+from engine.files.jobs.checkpoint_place import (
+    CheckpointPlace,
+    ResumedRun,
+    checkpoint_places,
+    fingerprint_at,
+    is_finished,
+    places_of,
+    places_of_job,
+)
 from engine.files.jobs.job_layers import needs_word
 from engine.files.jobs.resolved_job import secret_arguments
 from engine.files.jobs.user_files import DataFile, code_files, data_files
-from engine.files.run_folder import RunFolder
+from engine.files.run_folder import RunFolder, run_names
 from engine.files.strict_yaml import Document, KeyPath
 
 # Arguments of torch.optim with which a parameter has one more tensor of state; sgd takes its first gradient for it.
@@ -87,16 +102,11 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> C
             continue
         good = place.folder.newest_good(place.run, step)
         num_refused += tell_refused(good, place.folder.place, say)
-        if good.name is not None and good.manifest is not None:
-            file, manifest = good.name.file, good.manifest
+        if (choice := _choice_of(good, place)) is not None:
             if place.asked != newest.asked:
                 of = "" if step is None else f" of step {step}"
-                say(f"the newest run {newest.asked} has no good checkpoint{of}; this is one of run {manifest.run}")
-            origin = Resumption(
-                good.name.step, place.folder.place, file, manifest.run, is_named=step is not None, init=manifest.init
-            )
-            other_bits = place.heir is not None and place.heir.other_bits
-            return CheckpointChoice(replace(origin, other_bits=other_bits), manifest, place.heir)
+                say(f"the newest run {newest.asked} has no good checkpoint{of}; this is one of run {choice.origin.run}")
+            return choice
     at = "" if step is None else f" of step {step}"
     if num_refused:
         raise StorageError(
@@ -106,6 +116,67 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> C
         why = f"the newest run {newest.asked} has none, nor has another run of its job"
         raise NothingMatchedError(f"no checkpoint{at} in {text!r}: {why}; name a run: {', '.join(others.values())}")
     raise NothingMatchedError(f"no checkpoint{at} in {text!r}")
+
+
+def _choice_of(good: NewestGood, place: CheckpointPlace) -> CheckpointChoice | None:
+    if good.name is None or good.manifest is None:
+        return None
+    manifest, is_named = good.manifest, place.step is not None
+    other_bits = place.heir is not None and place.heir.other_bits
+    origin = Resumption(good.name.step, place.folder.place, good.name.file, manifest.run, is_named, manifest.init)
+    return CheckpointChoice(replace(origin, other_bits=other_bits), manifest, place.heir)
+
+
+class JobSoFar(NamedTuple):
+    """What the runs of a job have left: its newest good checkpoint, or all of its steps in a run, or nothing.
+
+    The run that has committed all steps is `finished_by`; it is empty without one.
+    """
+
+    choice: CheckpointChoice | None = None
+    finished_by: str = ""
+
+
+def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSoFar:
+    """Returns what the runs of a job have left. Those of other jobs do not count; `say` gets a line about a newer one.
+
+    Raises:
+        StorageError: the job has checkpoints, and none is good. To begin anew would throw them away.
+    """
+    now = host_facts(Path.cwd())
+    _tell_other(job, results, say)
+    asked, told = dict[str, None](), set[CheckpointName]()  # a run and the one that was resumed from it share some
+    for place in places_of_job(job, results):
+        if place.asked not in asked and is_finished(RunFolder(results / place.asked), job, now):
+            return JobSoFar(finished_by=place.asked)
+        asked[place.asked] = None
+        good = place.folder.newest_good(place.run, place.step)
+        news = tuple(each for each in good.refused if each.name not in told)
+        told |= {each.name for each in news}
+        tell_refused(replace(good, refused=news), place.folder.place, say)
+        if (choice := _choice_of(good, place)) is not None:
+            is_whole = job.has_steps and choice.origin.step >= job.steps - 1
+            is_same = not bit_differences(choice.job, choice.manifest.facts, job, now)
+            return JobSoFar(choice, choice.origin.run if is_whole and is_same else "")
+    if told:
+        why = f"{counted(len(told), 'checkpoint was', 'checkpoints were')} refused; move them away to begin anew"
+        raise StorageError(f"no checkpoint of this job is good: {why}")
+    kept = f"{numbered('run', tuple(asked))} of this job has kept no checkpoint" if asked else "no run of this job yet"
+    say(f"{kept}: it begins with step 0")
+    return JobSoFar()
+
+
+def _tell_other(job: Job, results: Path, say: Callable[[str], object]) -> None:
+    """Says that the newest run is of another job, and in what."""
+    newest = next(reversed(run_names(results)), "")
+    folder = RunFolder(results / newest)
+    if not newest or fingerprint_at(folder) == fingerprint_of(job):
+        return
+    place = next(places_of(folder), None)
+    other = identity_difference(place.job, job) if place is not None and place.job else None
+    what = "cannot be read" if other is None else "is of another job"
+    how = "" if other is None else f" ({other.name} {repr(other.before)[:80]}, and here {repr(other.now)[:80]})"
+    say(f"the newest run {newest} {what}{how}: it is left alone")
 
 
 def _named(place: CheckpointPlace) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.core.checkpoint_rules import keeps_any
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
+from engine.core.job.bit_fields import bit_differences, fingerprint_of, job_fingerprint
 from engine.core.job.job import Job
 from engine.core.manifest import can_be_parsed, is_manifest, step_of
 from engine.files.atomic_write import open_to_read, storage_errors
@@ -87,6 +88,41 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
         yield place_of_step(Path(where)) or CheckpointPlace(checkpoints_at(Path(where).absolute()), step=step)
     else:
         yield from places_of(find_run(results, where), step)
+
+
+def places_of_job(job: Job, results: Path) -> Iterator[CheckpointPlace]:
+    """Yields the places of the runs of a job, the newest run first: those in `results`, and in the job's own place.
+
+    On a machine that has just been started there is no run, and the job's own place has what other machines kept.
+    """
+    fingerprint = fingerprint_of(job)
+    here: dict[str, CheckpointPlace | None] = dict.fromkeys(run_names(results))
+    elsewhere: dict[str, CheckpointPlace] = {}
+    if job.checkpoints:
+        shared = checkpoints_at(job.checkpoints if is_url(job.checkpoints) else Path(job.checkpoints).absolute())
+        kept = shared.runs(lambda manifest: job_fingerprint(manifest.job) == fingerprint)
+        elsewhere = {name: CheckpointPlace(shared, name, asked=name) for name in kept}
+    for name in sorted(here | elsewhere, reverse=True):
+        if name not in here:
+            yield elsewhere[name]
+        elif fingerprint_at(run := RunFolder(results / name)) == fingerprint:
+            yield from places_of(run)
+
+
+def fingerprint_at(run: RunFolder) -> str:
+    """Returns the fingerprint of the job in a run folder, also of one that did not record it; empty if unreadable."""
+    facts = _facts_of(run)
+    return str(facts.get("fingerprint") or job_fingerprint(facts.get("job", {})))
+
+
+def is_finished(run: RunFolder, job: Job, now: Mapping[str, object]) -> bool:
+    """Returns whether a run has committed all steps of a job, with the bits that the job has on a host with `now`."""
+    facts = _facts_of(run)
+    result = facts.get("result")
+    if not isinstance(result, dict) or result.get("outcome") != "finished" or not job.has_steps:
+        return False
+    is_whole = isinstance(steps := result.get("steps"), int) and steps >= job.steps
+    return is_whole and not bit_differences(facts["job"], facts["host"], job, now)
 
 
 def place_of_step(path: Path) -> CheckpointPlace | None:
