@@ -164,6 +164,18 @@ def next_rung(ladder: Ladder, good: int | None, now_ns: int) -> tuple[Ladder, Ex
     return ladder._replace(at_ns=(*ladder.at_ns, now_ns)), None
 
 
+# The ends after which a run can be resumed from its last committed step: the workers that are left have its state. An
+# exception and a loss that is not finite are of the open step. Not if replicas disagree, nor if a state is lost.
+_KEEPS_LAST = frozenset(
+    {ExitCode.EXPECTATION_FAILED, ExitCode.USAGE, ExitCode.NOT_RECOVERED, ExitCode.COORDINATOR_UNAVAILABLE}
+)
+
+
+def keeps_last(code: int) -> bool:
+    """Returns whether the last committed step of a run is kept that an error with this code ends."""
+    return code in _KEEPS_LAST
+
+
 # The control messages of a worker about the parts of a checkpoint that it writes, and those that order one.
 def keeps(command: ToWorker | None) -> bool:
     """Returns whether a message to the workers orders a checkpoint of the last committed step."""

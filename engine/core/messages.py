@@ -354,7 +354,14 @@ class ByeMessage(ToWorker):
 
 @message
 class StopMessage(ToWorker):
-    """The run ends now; each worker leaves its wait."""
+    """The run ends now; each worker leaves its wait.
+
+    First it writes its share of the state after the step `keep`, the last committed one; -1 if that is not kept. The
+    `owners` of the slots are those among the workers that are left.
+    """
+
+    keep: int = -1
+    owners: tuple[int, ...] = ()
 
 
 @message

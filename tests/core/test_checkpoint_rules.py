@@ -21,6 +21,7 @@ from engine.core.checkpoint_rules import (
     Ladder,
     StateShare,
     keeping_of,
+    keeps_last,
     may_go,
     next_rung,
     shares_of,
@@ -248,3 +249,8 @@ def test_restarts_count_for_an_hour() -> None:
     ladder = Ladder(1, (10 * S,))
     assert next_rung(ladder, 0, 3609 * S)[1] is ExitCode.STOPPED_RESUMABLE
     assert next_rung(ladder, 0, 3610 * S)[1] is None
+
+
+def test_the_last_step_is_kept_after_ends_that_leave_its_state_as_it_was() -> None:
+    kept = {ExitCode.EXPECTATION_FAILED, ExitCode.USAGE, ExitCode.NOT_RECOVERED, ExitCode.COORDINATOR_UNAVAILABLE}
+    assert {code for code in ExitCode if keeps_last(code)} == kept

@@ -274,6 +274,33 @@ def test_nothing_is_decided_while_the_run_ends() -> None:
     assert given(state, *others, last)[1] == ()
 
 
+@pytest.mark.parametrize(
+    ("cadence", "keeps", "steps", "kept"),
+    [("10m", True, 2, 1), ("10m", False, 2, -1), ("10m", True, 0, -1), ("0", True, 2, -1)],
+)
+def test_the_last_step_is_kept_by_the_workers_that_are_left_at_the_end_of_a_run(
+    cadence: str, keeps: bool, steps: int, kept: int
+) -> None:
+    """After an exception of the user's code all committed steps were lost, and the workers had them."""
+    state = training(last_step=9)
+    state = state._replace(job=replace(state.job, checkpoint_every=cadence))
+    for _ in range(steps):
+        state, _ = committed(state)
+    _, outputs = given(state, RunStopping(6, keeps))
+    owners = state.membership.owners if kept >= 0 else ()
+    assert told(outputs) == [messages.StopMessage(kept, owners)]
+    assert [each.step for each in outputs if isinstance(each, KeepStep)] == [kept] * (kept >= 0)
+
+
+def test_last_words_are_answered_so_that_a_worker_that_may_go_does_not_wait() -> None:
+    raised = messages.RaisedMessage(7, 0, exception())
+    state, outputs = given(committed(training(last_step=9))[0], heard(1, raised))
+    assert Tell((1,), messages.StopMessage()) in outputs
+    _, outputs = given(state, RunStopping(8, keeps=True))  # its end has not been seen
+    (stop,) = told(outputs)
+    assert isinstance(stop, messages.StopMessage) and stop.keep == 0 and 1 not in stop.owners
+
+
 def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
     state = training()
     beats = [heard(worker, messages.HeartbeatMessage(1, 0, 1, False), 5 * S) for worker in (0, 1)]

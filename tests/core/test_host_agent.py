@@ -80,7 +80,14 @@ def test_a_signal_ends_the_step_and_a_second_one_kills() -> None:
     again, outputs = given(host, (ends.interrupt, 5, S, True))
     assert outputs == (StopWorkers(), *kills(BY_SIGNAL, 0, 1, 2))
     assert given(again, (ends.interrupt, 6, S, True))[1] == ()
-    assert given(host, (ends.read_clock, S))[1] == (StopWorkers(), *kills(BY_SIGNAL, 0, 1, 2))
+
+
+def test_a_step_that_outlasts_the_patience_of_a_signal_leaves_time_to_keep_the_last_one() -> None:
+    """The workers were killed with the state of all committed steps in their hands."""
+    host, outputs = given(HOST, (ends.interrupt, 0, S, True), (ends.read_clock, S))
+    assert (outputs, host.deadline_ns) == ((StopWorkers(),), S + ends.LAST_NS)
+    assert given(host, (ends.read_clock, S + ends.LAST_NS))[1] == kills(BY_SIGNAL, 0, 1, 2)
+    assert given(host, (ends.interrupt, S + 1, S, True))[1] == kills(BY_SIGNAL, 0, 1, 2)
 
 
 def test_a_signal_before_training_stops_at_once_and_no_stop_moves_its_deadline() -> None:

@@ -60,6 +60,7 @@ from engine.core.protocol.worker_state import (
     Enter,
     FormGroup,
     Keep,
+    KeepLast,
     LeaveGroup,
     LoadPlan,
     MakePlan,
@@ -315,6 +316,25 @@ def test_a_kept_step_is_hashed_and_written_before_the_next_one_runs() -> None:
 def test_the_kept_last_step_is_written_before_the_end() -> None:
     _, outputs = step(voted(4), StepTaken(kept(4, "end")))
     assert outputs == (Drop(HELD), Audit(4, HELD), Keep(4, SHARES), ReleaseSends(), ReportDone(((0, 0),)))
+
+
+def test_the_owner_writes_the_last_committed_step_when_the_run_stops() -> None:
+    """A shadow may wait for its heal, and a worker that has not taken the step has another state."""
+    share, owners = StateShare((0, 0)), (0, 1)
+    for before in (running(3), voted(3), fed(voted(3), ProtocolMessage(epoch(2)))):
+        state, outputs = step(before, ProtocolMessage(StopMessage(2, owners)))
+        assert (state.mode, outputs) == (Mode.OUT, (KeepLast(2, (share,)), End(ExitCode.OK)))
+        for other in (-1, 1, 3):
+            assert step(before, ProtocolMessage(StopMessage(other, owners)))[1] == (End(ExitCode.OK),)
+    assert step(voted(3)._replace(kept=((0, 0),)), ProtocolMessage(StopMessage(2, owners)))[1][0] == KeepLast(2, ())
+    heir = StopMessage(2, (0, 0))  # of a worker whose end this one has not heard of
+    assert step(running(3), ProtocolMessage(heir))[1][0] == KeepLast(2, (share, StateShare((0, 1))))
+
+
+def test_the_commit_of_the_step_that_is_to_be_kept_is_obeyed_before_the_stop() -> None:
+    inbox = arrived(arrived(Inbox(), commit(3)), StopMessage(3))
+    assert inbox.waiting == (commit(3), StopMessage(3))
+    assert arrived(arrived(Inbox(), commit(3)), StopMessage(2)).waiting == (StopMessage(2), commit(3))
 
 
 def test_after_a_death_a_survivor_writes_the_shares_that_it_has_not_begun() -> None:

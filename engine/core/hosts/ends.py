@@ -20,6 +20,8 @@ from engine.core.errors import InvariantError
 _S = 1_000_000_000
 GONE_NS = 10 * _S  # from SIGKILL until a process is left behind
 STOP_NS = 3 * _S  # from the order to stop to SIGKILL
+KEEP_NS = 30 * _S  # the same, where workers first write the last committed step
+LAST_NS = _S  # the same, after a signal to the run: its sender may be impatient
 
 
 class StopWorkers(NamedTuple):
@@ -135,8 +137,12 @@ def read_clock(host: HostAgent, now_ns: int) -> HostEnd:
     left = tuple(LeaveBehind(worker) for worker in late)
     new, outputs = host._replace(left=host.left | set(late)), tuple[HostOutput, ...]()
     if now_ns >= host.deadline_ns:
-        is_over = host.is_stopping or host.is_interrupted
-        new, outputs = _force(new, now_ns) if is_over else stop(new, now_ns)
+        if host.is_stopping:
+            new, outputs = _force(new, now_ns)
+        elif host.is_interrupted:  # the open step took too long: the last committed one is kept
+            new, outputs = stop(new._replace(deadline_ns=inf), now_ns, LAST_NS)
+        else:
+            new, outputs = stop(new, now_ns)
     return new, (*left, *outputs)
 
 

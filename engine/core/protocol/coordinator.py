@@ -46,6 +46,7 @@ from engine.core.protocol.inputs_outputs import (
     CoordinatorOutput,
     Fail,
     JobResumption,
+    KeepStep,
     Kill,
     Note,
     ProcessExit,
@@ -73,7 +74,7 @@ from engine.core.protocol.orders import (
 from engine.core.protocol.rebalancing import LeaveStrategy, departs, has_heirs, until_boundary_ns, way_out
 from engine.core.protocol.state import Phase
 from engine.core.protocol.state import begin as begin_membership
-from engine.core.protocol.verdicts import may_restart, unable_to_leave
+from engine.core.protocol.verdicts import heirs, may_restart, unable_to_leave
 from engine.core.texts import numbered
 
 # Hearing: the rule for each kind of message of a worker.
@@ -163,7 +164,8 @@ def _on_raised(state: CoordinatorState, heard: WorkerWord[Message], raised: mess
     if not state.is_stopping and state.started:
         state, goes_on = survives(state, heard.worker, raised)
         if goes_on:
-            return state, (Write(record),)  # the end of its process makes the verdict
+            state, answer = _lets_end(state, heard.worker)
+            return state, (Write(record), answer)  # the end of its process makes the verdict
     return _after(record, _on_failed(state, heard, raised))
 
 
@@ -175,9 +177,16 @@ def _on_failed(
     membership = state.membership
     is_broken = isinstance(last, messages.FailedMessage) and last.code == ExitCode.NOT_RECOVERED
     if is_broken and (membership.phase is Phase.RESTARTING or may_restart(membership)):
-        return state, ()  # a transfer broke, probably because another worker has died; an end of a process decides
+        # A transfer broke, probably because another worker has died; an end of a process decides.
+        state, answer = _lets_end(state, heard.worker)
+        return state, (answer,)
     has_commit = membership.committed > membership.options.begun
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
+
+
+def _lets_end(state: CoordinatorState, worker: int) -> tuple[CoordinatorState, Tell]:
+    """Returns the state and the answer to last words: the worker owes the run nothing any more."""
+    return state._replace(let_go=(*state.let_go, worker)), Tell((worker,), messages.StopMessage())
 
 
 def _on_prepared(state: CoordinatorState, heard: WorkerWord[Message], told: PreparedMessage) -> Decided:
@@ -393,7 +402,17 @@ def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
 
 
 def _stops(state: CoordinatorState, stopping: RunStopping) -> Decided:
-    return state._replace(is_stopping=True), ()
+    """Tells all workers to stop, after they have written the last step that this run has committed, if that is kept.
+
+    Owners write it, and the heirs of those that may go after their last words: their ends may not have been seen.
+    """
+    known = state.membership
+    is_kept = state.keeping.last or state.kept == known.committed
+    keeps = stopping.keeps and is_kept and state.started > 0 and known.committed > known.options.begun
+    kept = (KeepStep(known.committed, known.epoch),) if keeps else ()
+    owners = heirs(known, state.let_go).owners
+    stop = messages.StopMessage(known.committed, owners) if keeps else messages.StopMessage()
+    return state._replace(is_stopping=True), (*kept, tell_all(state, stop))
 
 
 _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]] = {

@@ -164,6 +164,7 @@ class CoordinatorState(NamedTuple):
     restarts: int = 0  # that were ordered
     ways: Mapping[int, LeaveStrategy] = {}  # of workers that have given notice, as last told
     staying: Mapping[int, str] = {}  # workers that have given notice and cannot leave, and why
+    let_go: tuple[int, ...] = ()  # workers that may end after their last words
     is_released: bool = False
     is_stopping: bool = False
 

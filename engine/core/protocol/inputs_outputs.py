@@ -59,9 +59,10 @@ class ClockTick(NamedTuple):
 
 
 class RunStopping(NamedTuple):
-    """The run is ending: from now on nothing is decided."""
+    """The run is ending: from now on nothing is decided. With `keeps`, the last committed step is kept."""
 
     now_ns: int
+    keeps: bool = False
 
 
 class JobResumption(NamedTuple):

@@ -155,7 +155,9 @@ def arrived(inbox: Inbox, message: ToWorker) -> Inbox:
     """Returns the inbox after a message; an epoch that is not newer changes nothing."""
     waiting, epoch = inbox
     if isinstance(message, StopMessage):
-        return Inbox((message, *waiting), epoch)
+        # The commit of the step that is to be kept is obeyed first.
+        num_first = int(any(isinstance(each, CommitMessage) and each.step == message.keep for each in waiting[:1]))
+        return Inbox((*waiting[:num_first], message, *waiting[num_first:]), epoch)
     if not isinstance(message, EpochMessage):
         return Inbox((*waiting, message), epoch)
     if message.epoch <= epoch:

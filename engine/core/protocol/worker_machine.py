@@ -30,7 +30,7 @@ from engine.core.messages import (
     StopMessage,
     ValidatedMessage,
 )
-from engine.core.ownership import Slot
+from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
 from engine.core.protocol import worker_inputs as inputs
 from engine.core.protocol.worker_inputs import GroupKey, NextGroupFormed
@@ -48,6 +48,7 @@ from engine.core.protocol.worker_state import (
     FormGroup,
     FormNextGroup,
     Keep,
+    KeepLast,
     LeaveGroup,
     LeaveNextGroups,
     LoadPlan,
@@ -213,9 +214,17 @@ def is_let_go(state: WorkerState, bye: Message) -> Stepped:
     return state._replace(mode=Mode.OUT), (End(code),)
 
 
-def stops(state: WorkerState, stop: Message) -> Stepped:
-    """Ends at once."""
-    return state._replace(mode=Mode.OUT), (End(ExitCode.OK),)
+def stops(state: WorkerState, stop: messages.StopMessage) -> Stepped:
+    """Ends at once, or when its share of the last committed step is written.
+
+    A worker that has not taken that step does not have its state.
+    """
+    new = state._replace(mode=Mode.OUT)
+    if stop.keep < 0 or stop.keep != state.step - 1:
+        return new, (End(ExitCode.OK),)
+    shares = shares_of(Ownership(state.ownership.grid, stop.owners), state.worker)
+    mine = tuple(each for each in shares if each.slot not in state.kept)
+    return new, (KeepLast(stop.keep, mine), End(ExitCode.OK))
 
 
 # The rules of the worker machine for the group of a coming epoch, which is formed while training goes on.

@@ -196,6 +196,17 @@ class Keep(Output):
 
 
 @dataclass(frozen=True, slots=True)
+class KeepLast(Output):
+    """Writes a checkpoint of some slots after the last committed step, and waits for it: the process is about to end.
+
+    The open step may have begun, and an exception may have ended it.
+    """
+
+    step: int
+    shares: tuple[StateShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseSends(Output):
     """Releases the tensors that were sent in a committed step; can fail."""
 

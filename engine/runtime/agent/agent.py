@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core import messages
-from engine.core.checkpoint_rules import KeptMessage, Resumption, UnkeptMessage, begun_with
+from engine.core.checkpoint_rules import KeptMessage, Resumption, UnkeptMessage, begun_with, keeps_last
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError, WorkerFailedError
 from engine.core.faults.fault import Fault
 from engine.core.faults.injection import MomentReport
@@ -38,7 +38,6 @@ from engine.core.messages import (
     PingMessage,
     PureMessage,
     RaisedMessage,
-    StopMessage,
 )
 from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import InventoryMessage
@@ -313,8 +312,8 @@ class Agent:
         self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
 
     def _tell_stop(self, stop: ends.StopWorkers) -> None:
-        self.node.handle(RunStopping(now_ns()))
-        self.broadcast(StopMessage())
+        for output in self.node.handle(RunStopping(now_ns(), self._keeps_last)):
+            self.carry_out(output)
         self.newcomers.stop()
 
     @property
@@ -433,7 +432,15 @@ class Agent:
         """Stops every worker."""
         # Before training, workers may be blocked in forming a group; killing them early loses no work.
         is_training = self.run_state.going_at_ns and not self.is_restarting
-        self.end_workers(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
+        grace_ns = ends.KEEP_NS if self._keeps_last else ends.STOP_NS
+        self.end_workers(ends.stop, grace_ns if is_training else _START_GRACE_NS)
+
+    @property
+    def _keeps_last(self) -> bool:
+        """Whether the last committed step is kept now that the run ends."""
+        if not self.checkpoints.place or self.is_restarting or self.host.is_forced:
+            return False
+        return self.interrupted is not None if self.cause is None else keeps_last(self.cause.exit_code)
 
     def is_notice(self, number: signal.Signals) -> bool:
         """Whether a signal is a notice for the workers of this host, one of several, which get it; a second kills."""

@@ -194,6 +194,10 @@ class CheckpointWriter:
         finally:
             alarm.cancel()
 
+    def await_writes(self) -> None:
+        """Waits until everything is written, at most `END_S`, whatever the agent says meanwhile."""
+        self._last.written.wait(END_S)
+
     def _write(
         self, devices: Iterable[Device], step: int, states: list[LayerState], before: threading.Event, ends: _Ends
     ) -> None:

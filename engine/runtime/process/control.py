@@ -233,6 +233,7 @@ Value = TypeVar("Value")
 Kind = TypeVar("Kind", bound=ToWorker)
 
 FOREVER_S = 1_000_000.0
+_LOOK_S = 0.002  # between two looks for the order to stop
 
 
 class Stopped(Exception):
@@ -438,6 +439,17 @@ class Control:
             if value is not None:
                 return value
             self._await_news()
+
+    def await_stop(self, limit_s: float) -> StopMessage | None:
+        """Waits for the order to stop, and returns it; None after a time. Nothing else ends this wait."""
+        until_s = time.monotonic() + limit_s
+        while time.monotonic() < until_s:
+            with self._lock:
+                told = next((each for each in self.inbox.waiting if isinstance(each, StopMessage)), None)
+            if told is not None:
+                return told
+            self.wakeups.sleep(min(_LOOK_S, limit_s))
+        return None
 
     def take(self, kind: type[Kind]) -> Kind:
         """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""

@@ -24,7 +24,7 @@ from engine.core.value import Value
 from engine.models.layers import Model, Tensors
 from engine.runtime.device.copies import Leaving, ToHost
 from engine.runtime.device.device import HOST, Device
-from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.buffers import named_copies, overwrite
 from engine.runtime.stage.class_optimizer import cloned
 from engine.runtime.stage.stage import Stage, cut_off
 from engine.runtime.stage.state_hash import MarkedHash, Shard, marked_hash
@@ -33,11 +33,19 @@ from engine.runtime.transport.transport import Border
 _MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
 
 
-def hash_rows(replica: Stage, device: Device) -> Iterator[Any]:
-    """Yields the hashes of each layer of a replica at a step boundary, as a worker reports them."""
+def hash_rows(replica: Stage, device: Device, inside_of: int | None = None) -> Iterator[Any]:
+    """Yields the hashes of each layer of a replica at a step boundary, as a worker reports them.
+
+    The next step may have begun in a pipeline, `inside_of`: then the buffers are those that are kept of the boundary,
+    if any are.
+    """
+    kept = {}
+    if inside_of is not None and replica.boundary:
+        kept = named_copies(replica.layers, replica.boundary[inside_of])
     for layer, module in replica.layers.items():
         with device.waiting():
-            yield row_of(layer, module.named_buffers(), marked_hash(replica.optimizers[layer].state_tensors()))
+            buffers = kept.get(layer) or module.named_buffers()
+            yield row_of(layer, buffers, marked_hash(replica.optimizers[layer].state_tensors()))
 
 
 def row_of(layer: int, buffers: Iterable[tuple[str, Tensor]], state: MarkedHash) -> Any:

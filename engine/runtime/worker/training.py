@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from engine.codec.messages import in_messages
 from engine.core import messages
 from engine.core.action import Action, Program
-from engine.core.errors import TransferFailedError, required
+from engine.core.checkpoint_rules import UnkeptMessage
+from engine.core.errors import StorageError, TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program
@@ -240,6 +241,7 @@ class Training:
         self._planner = PlannerThread(context, protocol, ownership.grid)
         self._next_groups = NextGroups(context.backend, self._tell_of_next)
         self._made_ready: WorkerProgram | None = None  # for the next `Enter`
+        self._audited: dict[Slot, tuple[int, list[Any]]] = {}  # the last step with hashes that were sent, and these
         self._methods = self._table()
 
     def _table(self) -> dict[type[outputs.Output], Callable[[Any], inputs.Input | None]]:
@@ -269,6 +271,7 @@ class Training:
             outputs.Drop: self._drop,
             outputs.Audit: self._audit,
             outputs.Keep: self._keep,
+            outputs.KeepLast: self._keep_last,
             outputs.ReleaseSends: lambda release: self._plane.release_sent(),
             outputs.Validate: self._validate,
             outputs.ReportDone: self._report_done,
@@ -418,11 +421,16 @@ class Training:
         if shards is not None:
             for pipeline, row in shards.hash_rows():
                 rows.setdefault(pipeline, []).append(row)
-        for pipeline, index in (slot for slot in output.slots if slot in replicas.whole() and shards is None):
-            rows.setdefault(pipeline, []).extend(hash_rows(replicas.stages[pipeline, index], replicas.device))
+        for slot in (slot for slot in output.slots if slot in replicas.whole() and shards is None):
+            hashes = [*hash_rows(replicas.stages[slot], replicas.device)]
+            self._audited[slot] = (output.step, hashes)
+            rows.setdefault(slot[0], []).extend(hashes)
+        self._send_hashes(output.step, rows)
+
+    def _send_hashes(self, step: int, rows: Mapping[int, list[Any]]) -> None:
         for pipeline, of_pipeline in rows.items():
             for part in in_messages(of_pipeline):
-                self.context.control.send(messages.AuditMessage(output.step, pipeline, part))
+                self.context.control.send(messages.AuditMessage(step, pipeline, part))
 
     def _keep(self, output: outputs.Keep) -> None:
         checkpoints = required(self.context.checkpoints, "a job that keeps a step has a place for it")
@@ -431,6 +439,47 @@ class Training:
             self.context.failpoints.around_checkpoint(
                 output.step, stages, lambda: checkpoints.keep(output), checkpoints.join_writes
             )
+
+    def _keep_last(self, output: outputs.KeepLast) -> None:
+        if (checkpoints := self.context.checkpoints) is None:
+            return
+        shares = tuple(share._replace(slot=self._held(share.slot)) for share in output.shares)
+        try:
+            for share in shares:
+                self._prove(share.slot, output.step)
+            checkpoints.keep(outputs.Keep(output.step, shares))
+        except StorageError as error:
+            self.context.control.send(UnkeptMessage(output.step, str(error)))
+        checkpoints.await_writes()
+
+    def _held(self, slot: Slot) -> Slot:
+        """Returns a slot, or one of the same stage in another pipeline that is held here; its new owner may not be."""
+        whole = self.context.replicas.whole()
+        others = [each for each in whole if each[1] == slot[1] and self.context.shards is None]
+        return slot if slot in whole else next(iter(others), slot)
+
+    def _prove(self, slot: Slot, step: int) -> None:
+        """Raises StorageError if the state of a slot here is not the one after `step`; reports hashes that are missing.
+
+        The forwards of the open step change buffers, of which there are copies only if a worker could take over.
+        """
+        replicas = self.context.replicas
+        if slot not in replicas.whole():
+            raise StorageError(f"slot {slot} is not whole")
+        replica, (audited, known) = replicas.stages[slot], self._audited.get(slot, (-1, []))
+        is_safe = bool(replica.boundary) or not replica.buffers()
+        if self.context.shards is None and (is_safe or audited == step):
+            rows = [*hash_rows(replica, replicas.device, slot[0])]
+            if audited != step:
+                self._send_hashes(step, {slot[0]: rows})
+            is_safe = audited != step or [row[:3] for row in rows] == [row[:3] for row in known]
+        if not is_safe:
+            raise StorageError("the open step has changed buffers, and without redundancy no copy of them is kept")
+
+    def keep_last_when_told(self, told: messages.StopMessage) -> None:
+        """Carries out the order to stop after an exception here, which has ended the main loop."""
+        work = self._protocol.feed(inputs.ProtocolMessage(told))
+        self._carry_out(each for each in work if isinstance(each, outputs.KeepLast))
 
     def _join_copy(self) -> None:
         if self.context.checkpoints is not None:

@@ -202,6 +202,7 @@ def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) ->
 
 _MOST_PROBLEMS = 100  # in one message
 BackendOf = Callable[[WelcomeMessage, Device], TransportBackend]
+_ANSWER_S = 2.0  # that a worker waits for the answer to its last words
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
 
 
@@ -260,10 +261,12 @@ class WorkerRun(ControlHandler):
         except UserError as error:
             log_exception(error)  # the message to the agent has no lines of the user's code
             control.send(messages.RefusedMessage(_told(error.problems)))
+            self._keep_last(control)
             return error.exit_code
         except BambooError as error:
             log_exception(error)
             control.send(messages.FailedMessage(str(error), int(error.exit_code)))
+            self._keep_last(control)
             return error.exit_code
         except Killed:
             raise
@@ -272,7 +275,17 @@ class WorkerRun(ControlHandler):
             exception = replace(exception_of(error), gpu=trouble)
             control.send(RaisedMessage(at_ns, control.at[0], exception))
             log_exception(error)
+            if not trouble:
+                self._keep_last(control)
             return ExitCode.DEVICE_FAILED if trouble else ExitCode.NOT_RECOVERED
+
+    def _keep_last(self, control: Control) -> None:
+        """Waits for the answer to the last words: the run may end with them, and keep its last step.
+
+        The weights here are those of that step: they change only after a commit.
+        """
+        if self._training is not None and (told := control.await_stop(_ANSWER_S)) is not None:
+            self._training.keep_last_when_told(told)
 
     def _train(self, control: Control, protocol: WorkerProtocol, backend_of: BackendOf, faults: DeviceFaults) -> int:
         welcome = control.take(WelcomeMessage)
