@@ -25,10 +25,12 @@ from bamboo_cli.run_options import (
     NoticeEvery,
     NoticeUrl,
     NoTwin,
+    Spot,
     Tee,
     YesNo,
     announcing,
     asking,
+    grace_on,
     grace_seconds,
     misspelt_kills,
     scenario_of,
@@ -79,9 +81,10 @@ def _own(values: Mapping[str, Any], resolved: ResolvedJob | None, problems: list
         job, with_twin, after = resolved.job, not values["no_twin"], begun_with(resolved.origin)
         scenario = noting(told, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
         problems += with_origins(told, resolved)
-    grace_s = noting(problems, lambda: grace_seconds(values["grace"]))
-    every = values["notice_every"]
-    notices = noting(problems, lambda: asking(values["notice_command"], values["notice_url"], every, in_process))
+    spot = values["spot"]
+    grace_s = noting(problems, lambda: grace_seconds(grace_on(spot, values["grace"])))
+    every, sources = values["notice_every"], (values["notice_command"], values["notice_url"])
+    notices = noting(problems, lambda: asking(*sources, every, in_process, spot))
     if not (values["dry_run"] or values["explained"]):
         store = noting(problems, lambda: etcd_settings(values["etcd"], values["etcd_plain_http"]))
         problems += _not_in_process(resolved) if in_process else ()
@@ -107,6 +110,7 @@ def run(
     notice_command: NoticeCommand = None,
     notice_url: NoticeUrl = None,
     notice_every: NoticeEvery = None,
+    spot: Spot = None,
     injectable: Injectable = YesNo.YES,
     in_process: _InProcess = False,
     resume: Resume = None,
@@ -120,8 +124,7 @@ def run(
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
     from engine.core.faults.expansion import expand
 
-    scenario = required(own.scenario, "a scenario of the kills")
-    faults = expand(scenario, resolved.job.seed)
+    faults = expand(scenario := required(own.scenario, "a scenario of the kills"), resolved.job.seed)
     options: dict[str, Any] = {"grace_s": own.grace_s, "injectable": injectable is YesNo.YES, "notices": own.notices}
     _say_first(resolved, bool(faults))
     if explained:

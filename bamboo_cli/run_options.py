@@ -23,7 +23,7 @@ import typer
 
 from bamboo_cli.echo import echo
 from engine.core.errors import Problem, UserError, problems_of
-from engine.core.hosts.notice_answer import NoticeFrom
+from engine.core.hosts.notice_answer import CLOUDS, NoticeFrom
 from engine.core.units import DURATION_FORM, parse_duration
 
 if TYPE_CHECKING:
@@ -194,15 +194,48 @@ NoticeEvery = Annotated[
 ]
 
 
-def asking(command: str | None, url: str | None, every: str | None, in_process: bool = False) -> NoticeFrom | None:
+class SpotCloud(StrEnum):
+    """The clouds in `CLOUDS`."""
+
+    AWS = "aws"
+    GCP = "gcp"
+    AZURE = "azure"
+
+
+Spot = Annotated[
+    SpotCloud | None,
+    typer.Option(
+        "--spot",
+        help="Poll this cloud for the notice of a spot machine's end; sets the address, its interval and --grace.",
+        rich_help_panel=_NOTICES,
+    ),
+]
+
+
+def grace_on(spot: str | None, grace: str) -> str:
+    """Returns the grace of a cloud's spot machines, unless the user gives one."""
+    return CLOUDS[spot].grace if spot and grace == DEFAULT_GRACE else grace
+
+
+def asking(
+    command: str | None, url: str | None, every: str | None, in_process: bool = False, spot: str | None = None
+) -> NoticeFrom | None:
     """Returns what is asked for notices, None if nothing is; raises UserError with every problem."""
-    if problems := [*_problems(command, url, every, in_process)]:
+    problems = [*_problems(command, url, every, in_process, spot)]
+    if spot is not None and not (command is None and url is None):
+        problems.append(Problem("--spot", "no other source of notices beside it", "both"))
+    if problems:
         raise UserError(problems)
+    if spot is not None:
+        source = CLOUDS[spot].source
+        return source._replace(every_s=(parse_duration(every) or 0) / 1e9) if every else source
     every_s = (parse_duration(every or _EVERY) or 0) / 1e9
     return NoticeFrom(tuple(shlex.split(command or "")), url or "", every_s) if command or url else None
 
 
-def _problems(command: str | None, url: str | None, every: str | None, in_process: bool) -> Iterator[Problem]:
+def _problems(
+    command: str | None, url: str | None, every: str | None, in_process: bool, spot: str | None
+) -> Iterator[Problem]:
     if command is not None and url is not None:
         yield Problem("--notice-url", "a command or a URL", "both")
     if command is not None:
@@ -211,10 +244,10 @@ def _problems(command: str | None, url: str | None, every: str | None, in_proces
         yield from _of_url(url)
     if every is not None and (parse_duration(every) or 0) < _LEAST_NS:
         yield Problem("--notice-every", f"{DURATION_FORM}, 100ms or more", repr(every))
-    if every is not None and command is None and url is None:
+    if every is not None and command is None and url is None and spot is None:
         yield Problem("--notice-every", "--notice-command or --notice-url beside it", "neither")
-    if in_process and not (command is None and url is None):
-        name = "--notice-url" if command is None else "--notice-command"
+    if in_process and not (command is None and url is None and spot is None):
+        name = "--notice-command" if command is not None else "--spot" if url is None else "--notice-url"
         yield Problem(name, "workers that are processes", "--in-process", "a thread gets no signal")
 
 

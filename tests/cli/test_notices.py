@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bamboo_cli.run_options import asking
+from bamboo_cli.run_options import DEFAULT_GRACE, SpotCloud, asking, grace_on
 from engine.core.errors import UserError
-from engine.core.hosts.notice_answer import NoticeFrom
+from engine.core.hosts.notice_answer import CLOUDS, NoticeFrom
 
 
 def test_a_command_or_a_url_or_none() -> None:
@@ -14,6 +14,20 @@ def test_a_command_or_a_url_or_none() -> None:
     assert asking("sh -c 'echo 1'", None, "200ms") == NoticeFrom(("sh", "-c", "echo 1"), "", 0.2)
     assert asking(None, "http://127.0.0.1:80/x", None) == NoticeFrom((), "http://127.0.0.1:80/x", 5.0)
     assert asking(None, "http://[fd00:ec2::254]/x", None) == NoticeFrom((), "http://[fd00:ec2::254]/x", 5.0)
+
+
+def test_a_cloud_sets_the_address_the_interval_and_the_grace() -> None:
+    assert [*CLOUDS] == [*SpotCloud]
+    for name, cloud in CLOUDS.items():
+        assert asking(None, None, None, spot=name) == cloud.source
+        assert cloud.source.name == "--spot"
+        assert grace_on(name, DEFAULT_GRACE) == cloud.grace
+    assert grace_on("gcp", "45s") == "45s" and grace_on(None, DEFAULT_GRACE) == DEFAULT_GRACE
+    assert asking(None, None, "2s", spot="azure") == CLOUDS["azure"].source._replace(every_s=2.0)
+    with pytest.raises(UserError, match="--spot: expected no other source of notices beside it"):
+        asking(None, "http://host/x", None, spot="aws")
+    with pytest.raises(UserError, match="--spot: expected workers that are processes"):
+        asking(None, None, None, in_process=True, spot="aws")
 
 
 def test_all_problems_come_at_once() -> None:

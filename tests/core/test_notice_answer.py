@@ -38,6 +38,23 @@ def test_numbers_name_workers_and_anything_else_concerns_the_host(said: bytes, w
     assert answer is not None and answer.workers == workers
 
 
+@pytest.mark.parametrize(
+    ("event", "machine", "is_notice"),
+    [
+        ("", "mine", False),
+        ('{"EventType": "Preempt", "Resources": ["mine"]}', "mine", True),
+        ('{"EventType": "Preempt", "Resources": ["another"]}', "mine", False),
+        ('{"EventType": "Preempt", "Resources": ["another"]}', "", True),
+        ('{"EventType": "Freeze", "Resources": ["mine"]}', "mine", False),
+        ('{"EventType": "Freeze", "Resources": ["mine"]}, {"EventType": "Terminate"}', "mine", True),
+    ],
+)
+def test_only_an_event_that_ends_this_machine_is_a_notice(event: str, machine: str, is_notice: bool) -> None:
+    """An empty list of scheduled events is no end of the run, nor is the end of another machine of the group."""
+    answer = answer_of(f'{{"DocumentIncarnation": 1, "Events": [{event}]}}'.encode(), machine)
+    assert (answer is not None) is is_notice and (answer is None or answer.workers is None)
+
+
 def test_what_is_beyond_the_limit_does_not_count() -> None:
     assert answer_of(b" " * MOST_BYTES + b"1") is None
     assert answer_of(b"1" + b" " * MOST_BYTES + b"2") == NoticeAnswer((1,), "1")

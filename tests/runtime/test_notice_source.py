@@ -50,6 +50,9 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
         def do_GET(self) -> None:
             answer(self)
 
+        def do_PUT(self) -> None:
+            answer(self)
+
         def log_message(self, *words: Any) -> None:
             pass
 
@@ -228,6 +231,37 @@ def test_a_url_is_asked_as_clouds_want_it() -> None:
     with serving(answer) as url:
         told(NoticeFrom(url=url), lambda host: seen)
     assert seen[0] == ("Google", "true")
+
+
+def test_a_service_that_wants_a_token_is_asked_for_one_first() -> None:
+    """It answered 401 for ever."""
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        if request.command == "PUT":
+            says(200, b"ticket" if request.headers["X-aws-ec2-metadata-token-ttl-seconds"] else b"")(request)
+        else:
+            says(200 if request.headers["X-aws-ec2-metadata-token"] == "ticket" else 401, b"[1]")(request)
+
+    with serving(answer) as url:
+        host = told(NoticeFrom(url=url, token_url=url), lambda host: host.signalled)
+    assert (host.signalled, host.notes) == ([(1, signal.SIGTERM)], [])
+
+
+def test_the_end_of_another_machine_of_the_group_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["another", "mine"]
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        event = f'{{"Events": [{{"EventType": "Preempt", "Resources": ["{names[0]}"]}}]}}'
+        says(200, b"mine\n" if request.path == "/name" else event.encode())(request)
+
+    got: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", got.append)
+    with serving(answer) as url:
+        wanted = NoticeFrom(url=url, name_url=url.replace("/notice", "/name"))
+        assert told(wanted, lambda host: got, wait_s=0.5).notes == []
+        names.pop(0)
+        (note,) = told(wanted, lambda host: got).notes
+    assert "a notice for all workers" in note and got == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("status", [404, 204])

@@ -33,6 +33,7 @@ from engine.runtime.process.subprocesses import is_readable, module, start
 _COMMAND_S, _URL_S, _LOOK_S = 5.0, 1.0, 0.1
 _MOST_LINES = 10  # of a source that errs in another way each time
 _SILENT = (OK, NO_CONTENT, NOT_FOUND)  # statuses by which a metadata address says that no end is near
+_TOKEN, _TOKEN_LASTS = "X-aws-ec2-metadata-token", "X-aws-ec2-metadata-token-ttl-seconds"
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # two clouds answer to requests with theirs only
 
 
@@ -71,6 +72,7 @@ class NoticeSource:
         self._told: set[str] = set()  # lines for the user
         self._given: set[int] = set()  # process ids
         self._is_over = False
+        self._machine = ""  # its name, once it is known
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -85,8 +87,8 @@ class NoticeSource:
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
-                said = _over_http(self.wanted.url) if self.wanted.url else self._of_command(self.wanted.command)
-                answer = answer_of(said)
+                said = self._of_url() if self.wanted.url else self._of_command(self.wanted.command)
+                answer = answer_of(said, self._machine)
                 if answer is not None:
                     self._answers.put(answer)
             except (OSError, ValueError) as error:
@@ -97,6 +99,20 @@ class NoticeSource:
         if text not in self._told and len(self._told) < _MOST_LINES:
             self._told.add(text)
             self._answers.put(text)
+
+    def _of_url(self) -> bytes:
+        """Returns the answer of the address; asks for the name of this machine first, once."""
+        if self.wanted.name_url and not self._machine:
+            self._machine = _over_http(self.wanted.name_url).decode("utf-8", "replace").strip()
+        return _over_http(self.wanted.url, self._token())
+
+    def _token(self) -> str:
+        """Returns a token for the address; empty where it wants none."""
+        if not self.wanted.token_url:
+            return ""
+        with contextlib.suppress(OSError):  # an older service has no tokens, and the address itself answers then
+            return _over_http(self.wanted.token_url, wants_token=True).decode("ascii", "replace").strip()
+        return ""
 
     def _of_command(self, command: Sequence[str]) -> bytes:
         """Returns the output of the command, nothing if it fails; raises OSError if it takes too long or says much."""
@@ -180,10 +196,12 @@ def asked_for(stack: contextlib.ExitStack, wanted: NoticeFrom | None) -> NoticeS
     return source
 
 
-def _over_http(url: str) -> bytes:
+def _over_http(url: str, token: str = "", *, wants_token: bool = False) -> bytes:
     """Returns the answer of a URL; nothing for another status than 200. Raises OSError for one that says nothing."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
-    request = urllib.request.Request(url, headers=_HEADERS)  # noqa: S310 - its scheme was checked
+    headers = _HEADERS | ({_TOKEN: token} if token else {}) | ({_TOKEN_LASTS: "60"} if wants_token else {})
+    method = "PUT" if wants_token else "GET"
+    request = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310 - its scheme was checked
     try:
         with opener.open(request, timeout=_URL_S) as response:
             content: bytes = response.read(MOST_BYTES) if response.status == OK else b""
