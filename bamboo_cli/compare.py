@@ -1,8 +1,9 @@
-"""`bamboo compare A B`: the figures of two runs, and those that got slower."""
+"""`bamboo compare A B`: the figures of two runs, and those that got slower; or whether their weights are equal."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,26 +11,44 @@ import typer
 from bamboo_cli.completion import runs
 from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run
+from engine.core.errors import ExitCode
 
-EPILOG = "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json"
+EPILOG = (
+    "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json  |  "
+    "bamboo compare --weights 20261121-1200 latest  |  bamboo compare --weights latest@39 model.safetensors"
+)
 
 
 def compare(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="Baseline run: its name, the start of its name, or its folder.", autocompletion=runs
+            metavar="A",
+            help="Baseline run: its name, the start of its name, or its folder. With --weights also a checkpoint "
+            "(RUN, DIR or URL, with @STEP) or FILE.safetensors.",
+            autocompletion=runs,
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="Run to compare with it.", autocompletion=runs)],
     *,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights", help="Compare the weights bit for bit instead of the times; exit with 1 if they differ."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the figures that got slower.
 
     Differing job fields and runs that did not pass are printed first, because the figures may not be comparable.
+
+    With --weights: the number of equal hashes, and the first difference by step, layer, tensor and element.
     """
+    if weights:
+        _compare_weights(a, b, results, as_json)
+        return
     from bamboo_cli.tables import BAD, DOUBTFUL, STRONG, print_table, say
     from engine.report.compare import compare as compared
     from engine.report.compare import different_fields, judge_run
@@ -50,6 +69,19 @@ def compare(
     slower = ", ".join(table[table["verdict"] == "slower"]["figure"])
     say((f"B is slower in: {slower}" if slower else "Nothing got slower.", STRONG))
     print_table(*for_terminal(table))
+
+
+def _compare_weights(a: str, b: str, results: Path, as_json: bool) -> None:
+    from engine.files.jobs.named_weights import compare_weights, named_weights
+
+    comparison = compare_weights(named_weights(a, results), named_weights(b, results))
+    code = ExitCode.OK if comparison.is_equal else ExitCode.EXPECTATION_FAILED
+    if as_json:
+        echo(json.dumps({**comparison.as_dict(), "exit_code": int(code)}))
+    else:
+        echo("\n".join(comparison.lines()))
+    if code:
+        raise typer.Exit(code)
 
 
 def _text(value: object) -> str:

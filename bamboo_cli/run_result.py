@@ -106,6 +106,7 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
         parts.append(f"missing: {', '.join(summary['missing'])}")
     if summary["trajectory"]:
         parts.append(f"trajectory {summary['trajectory'][:12]}")
+        parts.append(f"weights {summary['weights'][:12]} after step {summary['weights_step']}")
     if result.is_interrupted and result.observation.twin is not None:
         parts.append(f"not compared: {result.observation.twin}")
     return parts

@@ -95,6 +95,7 @@ def note_forced_end(folder: RunFolder, scribe: Scribe, number: int) -> None:
 
 def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
     """Returns the result of a run for `run.json`."""
+    from engine.core.checks.equality import step_hash
     from engine.core.checks.trajectory import trajectory_hash
 
     run_state = ending.view.run_state
@@ -116,6 +117,8 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "validation_metric": next(iter(sets[0].metrics.values()), None) if sets else None,
         "evaluations": [asdict(evaluation) for evaluation in sets],
         "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
+        "weights": step_hash(run_state.rows) or None,
+        "weights_step": run_state.rows[-1].step if run_state.rows else None,
         "missing": list(ending.missing),
         "wall_s": round(wall_s, 3),
         "launch_s": round((launched_at_ns - ending.started_at_ns) / 1e9, 3) if launched_at_ns else None,

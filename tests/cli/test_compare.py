@@ -10,6 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from bamboo_cli.compare import compare
+from tests.files.test_named_weights import NEW, OLD, OTHER
+from tests.files.test_named_weights import make as make_weights
 from tests.report.made_up import MadeUpRun, make_run
 
 APP = typer.Typer()
@@ -66,3 +68,19 @@ def test_as_json_it_is_one_object(tmp_path: Path) -> None:
     (step,) = [row for row in found["figures"] if row["figure"] == "step"]
     assert (step["a_n"], step["b_n"], step["ratio"], step["verdict"]) == (9, 9, 1.0, "same")
     assert (found["different_fields"], found["not_passed"]) == ({}, {})
+
+
+def test_weights_are_compared_instead_and_the_exit_code_says_if_they_differ(tmp_path: Path) -> None:
+    make_weights(tmp_path, OLD, range(9), kept=(8,))
+    make_weights(tmp_path, NEW, range(4, 9), kept=(8,), after=OLD)
+    make_weights(tmp_path, OTHER, range(9), kept=(8,), wrong_from=6)
+    where = ["--weights", "--results", str(tmp_path)]
+    done = CliRunner().invoke(APP, [OLD, NEW, *where], catch_exceptions=False)
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (
+        0,
+        "equal: 18 of 18 rows in 9 steps, up to step 8, are equal",
+    )
+    done = CliRunner().invoke(APP, [OLD, OTHER, *where, "--json"], catch_exceptions=False)
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["exit_code"], found["equal"], found["rows"]["last"]) == (1, 1, False, 8)
+    assert (found["first_row"].startswith("step 6, layer 1: "), found["first_tensor"]["tensor"]) == (True, "weight/w")

@@ -15,6 +15,7 @@ PROGRESS = re.compile(r"(?:starting:|step \d+/\d+).*\n|worker \d .*, 0 steps los
 VARYING = [
     (r"\d{8}-\d{6}-(\w+)-[0-9a-f]{4}", r"TIME-\1-HEX"),
     (r"trajectory [0-9a-f]{12}", "trajectory HASH"),
+    (r"weights [0-9a-f]{12}", "weights HASH"),
     (r"after \d\w+ of step", "after ACTION of step"),
     (r"\d+(?:\.\d+)? m?s\b", "DURATION"),
     (r"\d+\.\d+", "FIGURE"),

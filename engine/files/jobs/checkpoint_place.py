@@ -115,6 +115,12 @@ def fingerprint_at(run: RunFolder) -> str:
     return str(facts.get("fingerprint") or job_fingerprint(facts.get("job", {})))
 
 
+def run_before(run: RunFolder) -> tuple[str, int] | None:
+    """Returns the run that a run was resumed from, and the last step before it began; None if there is none."""
+    before = _facts_of(run).get("resumed")
+    return None if before is None else (before["run"], before["step"])
+
+
 def is_finished(run: RunFolder, job: Job, now: Mapping[str, object]) -> bool:
     """Returns whether a run has committed all steps of a job, with the bits that the job has on a host with `now`."""
     facts = _facts_of(run)
