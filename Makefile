@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-repairs soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-repairs soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -115,6 +115,10 @@ soak-disk: $(TEST_STAMP)
 soak-resume: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.resume_grid
 	.venv/bin/python -m tests.e2e.resume_soak --kills 60 --launchers 10 --seed $(SEED)
+
+# A day on spot machines: twenty SIGTERMs and SIGKILLs, each end followed by the same line; some five minutes on two cores.
+soak-spot: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.spot_soak --kills 20 --seed $(SEED)
 
 # The steps of runs with loggers that raise, block, sleep and compute, beside runs without: some ten minutes, on an idle machine.
 soak-loggers: $(TEST_STAMP)
