@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,7 @@ def _resume_command(run: Path, job: Job) -> str:
 def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob) -> list[str]:
     """Returns the parts of the summary line."""
     outcome = summary["outcome"]
-    parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
+    parts = [f"{outcome}: {summary['steps']} steps in {_duration(summary)}"]
     if summary["resumed_after"] is not None:
         origin = resolved.origin
         of = f" of run {origin.run} in {origin.place}" if origin and origin.step == summary["resumed_after"] else ""
@@ -110,6 +110,16 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
     if result.is_interrupted and result.observation.twin is not None:
         parts.append(f"not compared: {result.observation.twin}")
     return parts
+
+
+def _duration(summary: Mapping[str, Any]) -> str:
+    """Returns the time that the command took, and its parts: until step 0, of the steps, of the twin."""
+    whole_s, train_s, twin_s = summary["wall_s"], summary["train_s"], summary["twin_s"]
+    if train_s is None:
+        return f"{whole_s:.1f} s"
+    parts = [f"start {max(0.0, whole_s - train_s):.1f} s", f"training {train_s:.1f} s"]
+    parts += [f"twin {twin_s:.1f} s"] if twin_s is not None else []
+    return f"{whole_s + (twin_s or 0):.1f} s ({', '.join(parts)})"
 
 
 def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob) -> list[str]:

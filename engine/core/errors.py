@@ -204,6 +204,10 @@ class WorkerFailedError(BambooError):
     exit_code = ExitCode.NOT_RECOVERED
 
 
+class RepeatedExceptionError(WorkerFailedError):
+    """Two workers have raised the same exception in one step: it comes from the user's code, and not from a worker."""
+
+
 class TransferFailedError(WorkerFailedError):
     """A transfer with worker `peer` failed, or a group of workers was not formed, where `peer` is None."""
 
@@ -320,6 +324,12 @@ class WorkerException:
         when = ", before step 0" if step < 0 else f" of step {step}" if place else f", in step {step}"
         microbatch = f", {self.microbatch}" if self.microbatch else ""
         return f"{self._ended()}{place}{when}{microbatch}{self._line()}"
+
+    def of_both(self, first: int, second: int, step: int) -> str:
+        """Returns the exception as that of two workers in one step, with the part of the job that is at fault."""
+        culprit = self.place if self.place in ("the data", "the loss") else "the model"
+        same = f"worker {first} and worker {second} raised the same in step {step}: it is {culprit}, not a worker"
+        return f"{self.at_start()}; {same}"
 
     def in_verdict(self) -> str:
         """Returns the exception as words that follow "worker N", without the line of code."""

@@ -24,7 +24,7 @@ from engine.core.checks.expectations import (
     why_not_struck,
 )
 from engine.core.checks.recoveries import Recovery, Stall, quantile
-from engine.core.errors import BY_SIGNAL, BambooError, ExitCode, UserCodeError
+from engine.core.errors import BY_SIGNAL, BambooError, ExitCode, RepeatedExceptionError, UserCodeError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario, scenario_plain
 from engine.core.history.process_records import CheckRecord, ComparisonRecord, EndedRecord, Result, VerdictRecord
@@ -203,11 +203,14 @@ class CaseResult:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
         if isinstance(self.run_error, UserCodeError):
             return []  # every worker would have raised it: no worker could take over
+        recoveries = self.recoveries
+        if isinstance(self.run_error, RepeatedExceptionError):  # it tells of the workers that could not take over
+            recoveries = tuple(each for each in recoveries if each.resume_ns is not None)
         twin, proved = self.observation.twin, ""
         if isinstance(twin, ComparisonRecord) and twin.difference is None and twin.compared:
             is_last = twin.last_step == self.summary["steps"] - 1
             proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
-        return [f"{each}{proved if each.resume_ns is not None or each.after_end else ''}" for each in self.recoveries]
+        return [f"{each}{proved if each.resume_ns is not None or each.after_end else ''}" for each in recoveries]
 
     def exceptions(self) -> tuple[str, ...]:
         """Returns in words the exceptions in workers that no fault raised."""

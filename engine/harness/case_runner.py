@@ -122,6 +122,8 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "missing": list(ending.missing),
         "wall_s": round(wall_s, 3),
         "launch_s": round((launched_at_ns - ending.started_at_ns) / 1e9, 3) if launched_at_ns else None,
+        "train_s": round((ending.ended_at_ns - launched_at_ns) / 1e9, 3) if launched_at_ns else None,
+        "twin_s": None,
         "peak_stash": {view.worker: view.peak_stash for view in ending.view.workers},
         "loggers": [*ending.loggers],
         "peak_memory_mib": {view.worker: round(view.peak_memory_kib / 1024, 1) for view in ending.view.workers},
@@ -329,19 +331,17 @@ def _concluded(
     from engine.files.events_file import read_history
     from engine.files.trajectory_file import trajectory_text
 
-    job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
+    job, expect, faults, rows = case.scenario.job, case.scenario.expect, case.faults, ending.view.run_state.rows
     if case.file is not None:
         scribe.add(folder.events, scenario_record(case.file, text))
-    rows = ending.view.run_state.rows
     scribe.write(folder.trajectory, trajectory_text(rows))
-    error = "" if ending.error is None else str(ending.error)
     scribe.await_file(folder.events)
     if ending.outcome == "interrupted" and folder.events.stat().st_size > _QUICK_BYTES and not faults:
         screen.say("a long run: its recoveries are in `bamboo report`")
         history = RunHistory(job)
     else:
         history = read_history(folder.events)
-    observation = Observation(ending.exit_code, error, history, leftovers=left)
+    observation = Observation(ending.exit_code, str(ending.error or ""), history, leftovers=left)
     other = "the run was resumed with other bits" if case.origin is not None and case.origin.other_bits else ""
     if why := why_no_twin(expect, faults, observation) or other:
         scribe.add(folder.events, NotComparedRecord(why=why))
@@ -351,8 +351,10 @@ def _concluded(
             screen.say("running the fault-free twin, to compare the weights with")
             return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
 
+        begun_s = time.monotonic()
         twin = compared(job, observation.history, lambda: rows, folder, scribe, run_twin, screen.say)
         observation = replace(observation, twin=twin)
+        summary = {**summary, "twin_s": round(time.monotonic() - begun_s, 3)}
     result = judged(case.scenario, faults, folder.path, observation)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
     scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))

@@ -42,6 +42,9 @@ def test_an_exception_of_the_user_costs_the_open_step_only(
     failed = json.loads(ended.stdout)
     assert (kept_steps(results), failed["kept"], failed["steps"]) == ([1], 1, 2)
     assert failed["next"].startswith("bamboo run --resume ")
+    told = [each for each in ended.stderr.splitlines() if "sample 77 is broken" in each and "raise " not in each]
+    if redundancy == "lazy":  # once when it is raised, and once by the end of the run
+        assert len(told) == 2 and "raised the same in step 2: it is the data, not a worker" in told[1]
     first = rows_of(Path(failed["run_dir"]))
     resumed = launch(*line(model, results, *more)).wait()
     assert resumed.code == ExitCode.OK, resumed.stderr

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from engine.core.errors import ExitCode, Problem, WorkerException
+from engine.core.errors import ExitCode, Problem, RepeatedExceptionError, WorkerException
 from engine.core.history.run_records import CommitRecord
 from engine.core.job.job import Job
 from engine.core.message_kinds import ToAgent, kinds
@@ -47,6 +47,22 @@ def test_a_last_message_ends_the_run_with_its_error(last: Any, code: ExitCode, t
     error = RunState(Job()).error_of(MEMBER, last, has_commit=True)
     assert error.exit_code == code
     assert str(error).startswith(text)
+
+
+def test_the_same_exception_of_two_workers_is_one_error_that_names_the_culprit() -> None:
+    """It was reported three times, and nothing concluded that no worker was at fault."""
+    ledger, other = RunState(Job()), SimpleNamespace(worker=0, name="worker 0 (pid 6)", log="logs/worker-0.log")
+    assert ledger.first_to_raise(0, words()) == 0
+    error = ledger.error_of(MEMBER, words(), has_commit=True)
+    assert isinstance(error, RepeatedExceptionError) and error.exit_code == ExitCode.NOT_RECOVERED
+    assert str(error) == (
+        "in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward); worker 0 and worker 1 raised the same in "
+        "step 3: it is the model, not a worker; full text in logs/worker-1.log"
+    )
+    of_data = RaisedMessage(7, 3, WorkerException("KeyError: 3", "the data"))
+    ledger.first_to_raise(1, of_data)
+    assert "it is the data, not a worker" in str(ledger.error_of(cast(Any, other), of_data, has_commit=True))
+    assert not isinstance(ledger.error_of(MEMBER, words(step=4), has_commit=True), RepeatedExceptionError)
 
 
 def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake() -> None:

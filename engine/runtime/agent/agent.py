@@ -84,6 +84,8 @@ def _on_finished(own: Agent, member: WorkerHandle, finished: messages.FinishedMe
 def _on_raised(own: Agent, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
     exception, step = raised.exception, raised.step if own.run_state.going_at_ns else -1
     is_of_job = step < 0 and exception.place  # every worker would raise it
+    if step >= 0 and own.run_state.first_to_raise(member.worker, raised) != member.worker:
+        return  # the end of the run tells of both
     told = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
     own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
 

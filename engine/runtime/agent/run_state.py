@@ -20,6 +20,7 @@ from engine.core.errors import (
     DivergedError,
     EnvironmentLacksError,
     ExitCode,
+    RepeatedExceptionError,
     ReplicasDifferError,
     StorageError,
     UserCodeError,
@@ -97,6 +98,7 @@ class RunState:
     _loaded: LoadedBook = field(init=False)  # of the open step
     _closed: int = field(init=False)  # the last step whose rows are complete
     _data_marks: AuditMarks = ()  # of the last committed step
+    _raised: dict[tuple[int, str], int] = field(default_factory=dict)  # the first worker, by step and kind
     _before: dict[tuple[int, int], TrajectoryRow] = field(default_factory=dict)  # of lost steps, by step and layer
 
     def __post_init__(self) -> None:
@@ -124,6 +126,7 @@ class RunState:
             going_at_ns=0,
             times=WorkerTimes(),
             _data_marks=(),
+            _raised={},
             _before=self._before | lost,
         )
 
@@ -226,14 +229,30 @@ class RunState:
             return UserError(last.problems)
         worker = member.name
         if isinstance(last, RaisedMessage):
-            if last.exception.gpu.startswith(GPU_MEMORY) and not has_commit:
-                return EnvironmentLacksError(f"{worker} {last.exception.in_step(last.step)}; {_MORE_ROOM}")
-            if last.exception.place and not last.exception.gpu and not has_commit:
-                return UserCodeError(self.at_start(last.exception))
-            return WorkerFailedError(f"{worker} {last.exception.in_step(last.step)}; full text in {member.log}")
+            return self._error_of_raised(member, last, has_commit=has_commit)
         if last.code == ExitCode.EXPECTATION_FAILED:
             return DivergedError(f"{worker}: {last.error}")
         return BambooError(f"{worker}: {last.error}", last.code)
+
+    def _error_of_raised(self, member: WorkerHandle, last: RaisedMessage, *, has_commit: bool) -> BambooError:
+        exception, words = last.exception, f"{member.name} {last.exception.in_step(last.step)}"
+        if exception.gpu.startswith(GPU_MEMORY) and not has_commit:
+            return EnvironmentLacksError(f"{words}; {_MORE_ROOM}")
+        if exception.place and not exception.gpu and not has_commit:
+            return UserCodeError(self.at_start(exception))
+        if (first := self.first_to_raise(member.worker, last)) != member.worker:
+            both = exception.of_both(first, member.worker, last.step)
+            return RepeatedExceptionError(f"{both}; full text in {member.log}")
+        return WorkerFailedError(f"{words}; full text in {member.log}")
+
+    def first_to_raise(self, worker: int, last: RaisedMessage) -> int:
+        """Returns the worker that was the first to raise an exception in its step: `worker`, or one before it.
+
+        A failure of a GPU is of each worker's own.
+        """
+        if last.exception.gpu:
+            return worker
+        return self._raised.setdefault((last.step, last.exception.kind), worker)
 
     def at_start(self, exception: WorkerException) -> str:
         """Returns an exception before training in words; a failed forward tells of data that the job does not name."""
