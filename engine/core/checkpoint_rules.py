@@ -166,9 +166,7 @@ def next_rung(ladder: Ladder, good: int | None, now_ns: int) -> tuple[Ladder, Ex
 
 # The ends after which a run can be resumed from its last committed step: the workers that are left have its state. An
 # exception and a loss that is not finite are of the open step. Not if replicas disagree, nor if a state is lost.
-_KEEPS_LAST = frozenset(
-    {ExitCode.EXPECTATION_FAILED, ExitCode.USAGE, ExitCode.NOT_RECOVERED, ExitCode.COORDINATOR_UNAVAILABLE}
-)
+_KEEPS_LAST = frozenset({ExitCode.NOT_FINITE, ExitCode.USAGE, ExitCode.NOT_RECOVERED, ExitCode.COORDINATOR_UNAVAILABLE})
 
 
 def keeps_last(code: int) -> bool:

@@ -29,6 +29,7 @@ class ExitCode(IntEnum):
     ENVIRONMENT = 4
     NOTHING_MATCHED = 5
     INVALID_CASE = 6
+    NOT_FINITE = 7
     COORDINATOR_UNAVAILABLE = 69
     INTERNAL = 70
     STORAGE = 74
@@ -192,10 +193,14 @@ class StorageError(BambooError):
 
 
 class DivergedError(BambooError):
-    """The training loss is no longer a finite number."""
+    """The loss or the norm of the gradients is no finite number; `layer` is where that began, if it is known."""
 
-    exit_code = ExitCode.EXPECTATION_FAILED
+    exit_code = ExitCode.NOT_FINITE
     notice = "not-finite"
+
+    def __init__(self, text: str = "", layer: int | None = None):
+        super().__init__(text)
+        self.layer = layer
 
 
 class WorkerFailedError(BambooError):

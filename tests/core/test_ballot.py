@@ -13,6 +13,7 @@ import pytest
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.ballot import Ballot, Commit, SlotVote, VoteMessage, clip_factor, open_ballot
+from engine.core.protocol.coordinator import first_not_finite
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}
@@ -172,3 +173,13 @@ def test_clipping(norm: float, clip_norm: float, factor: float) -> None:
 
 def test_a_norm_that_is_not_a_number_clips_nothing() -> None:
     assert clip_factor(math.nan, 1.0) == 1.0
+
+
+def test_the_layer_in_which_a_backward_first_met_a_gradient_that_is_not_finite_is_the_last_of_those() -> None:
+    cast = votes(1)
+    assert first_not_finite(cast_all(ballot_of(1), cast)[0]) is None
+    (first, vote), last = cast
+    (slot,) = vote.slots
+    wrong = replace(slot, squared_norms=(math.nan, math.inf, 1.0))  # of the layers 2, 0 and 1
+    ballot, _ = cast_all(ballot_of(1), [(first, message(wrong)), last])
+    assert first_not_finite(ballot) == 2

@@ -252,5 +252,5 @@ def test_restarts_count_for_an_hour() -> None:
 
 
 def test_the_last_step_is_kept_after_ends_that_leave_its_state_as_it_was() -> None:
-    kept = {ExitCode.EXPECTATION_FAILED, ExitCode.USAGE, ExitCode.NOT_RECOVERED, ExitCode.COORDINATOR_UNAVAILABLE}
+    kept = {ExitCode.NOT_FINITE, ExitCode.USAGE, ExitCode.NOT_RECOVERED, ExitCode.COORDINATOR_UNAVAILABLE}
     assert {code for code in ExitCode if keeps_last(code)} == kept

@@ -35,7 +35,7 @@ def test_pages_have_every_part() -> None:
     assert [kind for kind in RECORDS if f"| `{kind}` |" not in PAGES["records.md"]] == []
     assert "| `cases[].only` |" in PAGES["scenarios.md"] and "| `expect.recovery.max` |" in PAGES["scenarios.md"]
     assert "## `bamboo.train`" in PAGES["python.md"] and "`--kill STEP" in PAGES["commands.md"]
-    assert len(ExitCode) == 19
+    assert len(ExitCode) == 20
 
 
 def test_a_new_field_gets_a_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,18 +171,20 @@ def test_another_shape_names_the_layer_and_both_shapes(launch: Launch, stages: s
     assert "[4, 32]" in done.stderr
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_with_1(launch: Launch) -> None:
+def test_a_loss_that_is_not_a_number_ends_the_run_with_a_code_of_its_own(launch: Launch) -> None:
     launcher, done = run_user_model(launch, "not_a_number", "--json")
     said = json.loads(done.stdout)
-    assert (done.code, said["exit_code"], said["outcome"], said["steps"]) == (1, 1, "failed", 1)
+    assert (done.code, said["exit_code"], said["outcome"], said["steps"]) == (7, 7, "failed", 1)
     assert "the loss is nan" in said["error"]
     assert f"{culprit(launcher, 2)}: the loss is nan at step 1, pipeline 0, microbatch 0" in done.stderr
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_with_1(launch: Launch) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run_with_a_code_of_its_own_and_names_the_layer(launch: Launch) -> None:
     _, done = run_user_model(launch, "infinite_gradient")
-    assert done.code == 1
-    assert re.search(r"the gradient norm is (inf|nan) at step 1; a lower lr often helps", done.stderr)
+    assert done.code == 7
+    text = r"the gradient norm is (inf|nan) at step 1; a lower lr often helps; "
+    text += r"the backward met it first in layer \d \(\w+\)"
+    assert re.search(text, done.stderr)
     assert "last committed step 0" in done.stdout
 
 

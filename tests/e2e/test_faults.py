@@ -231,8 +231,8 @@ def test_whoever_is_warned_too_late_is_killed(strike: Strike, faultless: Callabl
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
     [
-        (at("1B2", "nan"), ExitCode.EXPECTATION_FAILED, "the gradient norm is nan at step 2"),
-        (at("1F2", "nan", into="activation"), ExitCode.EXPECTATION_FAILED, "the loss is nan at step 2"),
+        (at("1B2", "nan"), ExitCode.NOT_FINITE, "the gradient norm is nan at step 2"),
+        (at("1F2", "nan", into="activation"), ExitCode.NOT_FINITE, "the loss is nan at step 2"),
         (
             Fault("first", At(2, parse_action("1F2")), (Role("shadow"),), "flip-bit"),
             ExitCode.INTERNAL,

@@ -29,8 +29,8 @@ def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
     [
         (RefusedMessage((Problem("lr", "a number", "x"),)), ExitCode.USAGE, "lr: expected a number, found x"),
         (
-            FailedMessage("the loss is nan", ExitCode.EXPECTATION_FAILED),
-            ExitCode.EXPECTATION_FAILED,
+            FailedMessage("the loss is nan", ExitCode.NOT_FINITE),
+            ExitCode.NOT_FINITE,
             "worker 1 (pid 7): the loss",
         ),
         (FailedMessage("no etcd", ExitCode.ENVIRONMENT), ExitCode.ENVIRONMENT, "worker 1 (pid 7): no etcd"),

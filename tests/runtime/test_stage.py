@@ -431,6 +431,34 @@ def test_a_loss_that_is_no_finite_number_is_named(bad: float) -> None:
     assert str(diverged.value).startswith(f"the loss is {bad} at step 4, pipeline 1, microbatch 0; ")
 
 
+class Wild(nn.Linear):
+    """Gives values that are not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 0
+
+
+def test_where_a_value_that_is_not_finite_began_is_named() -> None:
+    """The message named the step and the microbatch, and no layer."""
+    targets = (torch.zeros(2),)
+    layers: list[Callable[[], nn.Module]] = [
+        partial(nn.Linear, WIDTH, WIDTH),
+        partial(Wild, WIDTH, WIDTH),
+        partial(nn.Linear, WIDTH, 2),
+    ]
+    stage = Stage(job_of(), model_of(layers), 0, 0, 3)
+    with pytest.raises(DivergedError, match=r"it began in layer 1 \("):
+        stage.forward(0, 0, inputs_of(0), targets)
+    last = Stage(job_of(), model_of(layers), 0, 2, 3)
+    with pytest.raises(DivergedError, match="it began before layer 2, whose input is not finite"):
+        last.forward(0, 0, (inputs_of(0)[0] / 0,), targets)
+    stage = Stage(job_of(), model_of(layers[2:]), 0, 0, 1)
+    with pytest.raises(DivergedError, match="it began in the data"):
+        stage.forward(0, 0, (inputs_of(0)[0] / 0,), targets)
+    with pytest.raises(DivergedError, match="it began in the loss"):
+        Stage(job_of(), model_of(layers[2:]), 0, 0, 1).forward(0, 0, inputs_of(0), (torch.tensor(math.nan),))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_in_float16_such_a_loss_gives_gradients_that_skip_the_step(bad: float) -> None:
     stage = Stage(job_of(dtype="float16"), model_of([partial(nn.Linear, WIDTH, 2)]), 1, 0, 1)

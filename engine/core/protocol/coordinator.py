@@ -21,7 +21,7 @@ from engine.core.history.run_records import (
 )
 from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
-from engine.core.program.ballot import NO_NORM, SKIP, VoteMessage
+from engine.core.program.ballot import NO_NORM, SKIP, Ballot, VoteMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.protocol import membership as protocol
 from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
@@ -120,7 +120,8 @@ def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMess
     if not math.isfinite(commit.grad_norm) and state.job.dtype == "float16":
         commit = commit._replace(grad_norm=NO_NORM, clip_factor=SKIP)  # the scale of the loss was too large
     elif not math.isfinite(commit.grad_norm):
-        raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
+        text = f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps"
+        raise DivergedError(text, first_not_finite(ballot))
     ownership = ballot.ownership
     event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
     joins = ready_joiners(state.next_group, state.membership)
@@ -130,6 +131,20 @@ def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMess
     group = state.next_group._replace(is_entered=is_entered) if joins else state.next_group
     new = _keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation, next_group=group)
     return decide(new, *decisive)
+
+
+def first_not_finite(ballot: Ballot) -> int | None:
+    """Returns the layer in which the backward first met a gradient that is not finite: the last of those layers.
+
+    None if every layer's own norm is finite, and only their sum is not.
+    """
+    norms = {
+        layer: norm
+        for (worker, slot), vote in ballot.votes.items()
+        if worker == ballot.ownership.owner(*slot)
+        for layer, norm in zip(vote.layers, vote.squared_norms, strict=True)
+    }
+    return max((layer for layer, norm in norms.items() if not math.isfinite(norm)), default=None)
 
 
 def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:

@@ -21,7 +21,14 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.checkpoint_rules import KeptMessage, Resumption, UnkeptMessage, begun_with, keeps_last
-from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError, WorkerFailedError
+from engine.core.errors import (
+    BambooError,
+    CoordinatorUnavailableError,
+    DivergedError,
+    ExitCode,
+    StorageError,
+    WorkerFailedError,
+)
 from engine.core.faults.fault import Fault
 from engine.core.faults.injection import MomentReport
 from engine.core.history import process_records as records
@@ -60,7 +67,7 @@ from engine.runtime.process.recorder import Recorder
 
 _START_GRACE_NS = 300_000_000
 _GONE_S = 2.0  # from SIGKILL, where no record can be written any more
-_FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
+_FINDINGS = (ExitCode.NOT_FINITE, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
 
 # The agent's own part in a message of a worker, for results, pictures and faults; the coordinator has the others.
@@ -426,6 +433,11 @@ class Agent:
             if isinstance(cause, CoordinatorUnavailableError):
                 self.recorder.settle()  # raises, if its store lies on a disk that has stopped
                 cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
+            elif isinstance(cause, DivergedError) and cause.layer is not None:
+                name = self.run_state.layers[cause.layer]
+                cause = DivergedError(
+                    f"{cause}; the backward met it first in layer {cause.layer} ({name})", cause.layer
+                )
             self.cause = cause
             self.recorder.write(records.FailedRecord(error=str(cause), notice=cause.notice))
         self.stop()

@@ -230,7 +230,7 @@ class RunState:
         worker = member.name
         if isinstance(last, RaisedMessage):
             return self._error_of_raised(member, last, has_commit=has_commit)
-        if last.code == ExitCode.EXPECTATION_FAILED:
+        if last.code == ExitCode.NOT_FINITE:
             return DivergedError(f"{worker}: {last.error}")
         return BambooError(f"{worker}: {last.error}", last.code)
 

@@ -126,6 +126,21 @@ class Residual:
     loss: Segment | None = None
 
 
+def began_in(residual: Residual, inputs: Tensors, first: int) -> str:
+    """Returns in words where a forward made the first value that is not finite; `first` is the stage's first layer."""
+    if not _are_finite(inputs):
+        return f"before layer {first}, whose input is not finite" if first else "in the data"
+    for group in residual.groups:
+        for segment in group if isinstance(group, list) else ():  # a checkpoint has inputs only
+            if not _are_finite(segment.outputs):
+                return f"in {segment.place}"
+    return "in the loss" if _are_finite(residual.outputs) else f"in layer {first} or one behind it"
+
+
+def _are_finite(tensors: Tensors) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors)
+
+
 # Tied parameters: each use has its own copy and its own gradient; the gradients are added in layer order.
 #
 # This also holds for two uses on one worker, so the split into stages does not change a bit. Every copy takes the same
@@ -324,8 +339,8 @@ class Stage:
             loss = residual.loss.outputs[0].item()
             if not math.isfinite(loss) and self.job.dtype != "float16":  # where such gradients skip the step
                 raise DivergedError(
-                    f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
-                    "a lower lr or a clip_norm often helps"
+                    f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; it began "
+                    f"{began_in(residual, inputs, min(self.layers))}; a lower lr or a clip_norm often helps"
                 )
             self.losses[microbatch] = loss
         self.counted += 1
