@@ -228,15 +228,20 @@ def _print_plan(loaded: LoadedScenario, as_json: bool) -> None:
 
 
 def _print_case(loaded: LoadedScenario, case: CaseResult, as_json: bool) -> None:
-    """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
+    """Prints the verdict and one line per check; to stderr if stdout is for JSON.
+
+    A run that could not begin has no check that says anything, but the reason.
+    """
     from rich.text import Text
 
     from bamboo_cli.live import untold
     from bamboo_cli.tables import RESULT_STYLES, print_table
 
-    echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
+    reason = next((f": {each.text}" for each in case.checks if (each.name, each.result) == ("outcome", "invalid")), "")
+    echo(f"{loaded.scenario.name}: {case.verdict_word}{reason}", err=as_json)
     rows = [(Text(each.result, RESULT_STYLES[each.result]), each.name, each.text) for each in case.checks]
-    print_table(("result", "check", "text"), (False, False, False), rows, has_head=False, err=as_json)
+    if not reason:
+        print_table(("result", "check", "text"), (False, False, False), rows, has_head=False, err=as_json)
     for recovery in untold(map(str, case.recoveries), err=as_json):
         echo(f"  {recovery}", err=as_json)
     echo(f"{case.folder}", err=as_json)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.echo import echo
 from bamboo_cli.worker_rows import evaluation_words
-from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
+from engine.core.errors import BambooError, ExitCode, Problem, RepeatedExceptionError, StorageError, UserError
 from engine.core.units import finite
 from engine.files.jobs.resolved_job import ResolvedJob, secret_arguments
 
@@ -60,6 +60,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
             echo(f"bamboo: {line}", err=True)
     goes_on = result.may_go_on(resolved.job.steps)
     resume = _resume_command(Path(summary["run_dir"]), resolved.job) if goes_on else ""
+    resume += _changed_so_that_it_works(result, resolved.job) if resume else ""
     if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):
         from engine.harness.state_lost import state_lost_lines
 
@@ -87,6 +88,14 @@ def _resume_command(run: Path, job: Job) -> str:
     except StorageError as error:
         echo(f"bamboo: {error}", err=True)
         return ""
+
+
+def _changed_so_that_it_works(result: CaseResult, job: Job) -> str:
+    """Returns further words for the command that resumes a run: with the same bits, it would fail in the same step."""
+    error = result.run_error
+    if error is not None and error.exit_code == ExitCode.NOT_FINITE:
+        return f" --other-bits --lr {job.lr / 2:g}"
+    return " --other-bits" if isinstance(error, RepeatedExceptionError) else ""  # the code was corrected
 
 
 def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob) -> list[str]:

@@ -69,7 +69,9 @@ def test_a_loss_that_is_not_finite_costs_no_committed_step(launch: Launch, tmp_p
     wild = ("--lr", "1e25", "--lr-schedule", "constant", "--warmup-steps", "0", "--optimizer", "sgd")
     ended = launch(*line("plain", tmp_path / "runs", *wild, "--clip-norm", "0")).wait()
     assert ended.code == ExitCode.NOT_FINITE, ended.stderr
-    assert kept_steps(tmp_path / "runs") == [json.loads(ended.stdout)["steps"] - 1]
+    failed = json.loads(ended.stdout)
+    assert kept_steps(tmp_path / "runs") == [failed["steps"] - 1]
+    assert failed["next"].endswith(" --other-bits --lr 5e+24")  # the same rate would give the same loss
 
 
 def test_a_signal_in_a_step_that_takes_longer_than_its_sender_waits_keeps_the_last_one(
