@@ -166,6 +166,7 @@ def test_a_finished_run_that_has_no_checkpoint_any_more_is_complete(tmp_path: Pa
     (tmp_path / NEW / "run.json").write_text(json.dumps(facts))
     assert find_for_job(job, tmp_path, str).finished_by == NEW
     assert find_for_job(replace(job, steps=10), tmp_path, str) == JobSoFar()
+    assert find_for_job(replace(job, lr=0.5), tmp_path, str) == JobSoFar()  # its steps had other bits
     (tmp_path / NEW / "run.json").write_text(json.dumps(facts | {"result": {"outcome": "failed", "steps": 9}}))
     assert find_for_job(job, tmp_path, str) == JobSoFar()
 
