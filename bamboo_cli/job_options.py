@@ -79,7 +79,7 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     return replace(resolved, origin=replace(choice.origin, other_bits=other_bits or choice.origin.other_bits))
 
 
-def resolve_auto(other_bits: bool, resolve: Callable[..., ResolvedJob], as_json: bool) -> ResolvedJob:
+def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJob]) -> ResolvedJob:
     """Returns the job of the command line, which goes on from its newest good checkpoint, or begins anew.
 
     A job that is complete ends the command.
@@ -89,14 +89,14 @@ def resolve_auto(other_bits: bool, resolve: Callable[..., ResolvedJob], as_json:
     """
     from engine.files.jobs.checkpoint_choice import refuse_other_bits
 
-    resolved = resolve()
+    resolved, other_bits = resolve(), own_values["other_bits"]
     job = resolved.job
     if not keeps_any(job.checkpoint_every):
         hint = "nothing is kept, so there is never anything to resume"
         raise UserError([Problem("checkpoint_every", "checkpoints beside --resume auto", job.checkpoint_every, hint)])
     so_far = _found_for(job)
     if so_far.finished_by:
-        _tell_complete(job, so_far.finished_by, as_json)
+        _tell_complete(job, so_far.finished_by, own_values)
         raise typer.Exit(0)
     if (choice := so_far.choice) is None:
         return resolved
@@ -105,11 +105,15 @@ def resolve_auto(other_bits: bool, resolve: Callable[..., ResolvedJob], as_json:
     return replace(resolved, origin=replace(choice.origin, other_bits=other_bits or choice.origin.other_bits))
 
 
-def _tell_complete(job: Job, run: str, as_json: bool) -> None:
+def _tell_complete(job: Job, run: str, own_values: Mapping[str, Any]) -> None:
+    """Prints that the job is complete; a caller in Python gets the folder of the run first, as always."""
     line = f"complete: all {job.steps} steps of this job are committed in run {run}; there is nothing to resume"
-    echo(line, err=as_json)
-    if as_json:
-        echo(json.dumps({"outcome": "complete", "run": run, "steps": job.steps, "exit_code": 0}))
+    echo(line, err=own_values["as_json"])
+    place = {"run_dir": str(Path(job.results, run))}
+    if own_values.get("keywords"):
+        echo(json.dumps(place))
+    if own_values["as_json"]:
+        echo(json.dumps(place | {"outcome": "complete", "exit_code": 0, "error": None, "steps": job.steps}))
 
 
 def _found_for(job: Job) -> JobSoFar:
@@ -226,7 +230,7 @@ def _with_flags(
 def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[..., ResolvedJob]) -> ResolvedJob:
     """Returns the job, of a checkpoint if the command is to resume one."""
     if (text := own_values.get("resume")) == AUTO:
-        return resolve_auto(own_values["other_bits"], resolve, bool(own_values.get("as_json")))
+        return resolve_auto(own_values, resolve)
     if text is not None:
         return resolve_resumed(text, own_values["other_bits"], results, resolve)
     if own_values.get("other_bits"):

@@ -172,8 +172,11 @@ def test_one_line_begins_a_job_resumes_it_and_says_that_it_is_complete(tmp_path:
     complete = "complete: all 9 steps of this job are committed in run 20261124-100000-a-0000"
     assert said() == f"{complete}; there is nothing to resume\n"
     asked = CliRunner().invoke(bamboo, [*line, "--json"], catch_exceptions=False)
-    expected = {"outcome": "complete", "run": "20261124-100000-a-0000", "steps": 9, "exit_code": 0}
+    place = {"run_dir": "results/20261124-100000-a-0000"}
+    expected = place | {"outcome": "complete", "exit_code": 0, "error": None, "steps": 9}
     assert json.loads(asked.stdout) == expected
+    called = CliRunner().invoke(bamboo, [*line, "--json", "--keywords"], input="{}\n", catch_exceptions=False)
+    assert [json.loads(each) for each in called.stdout.splitlines()] == [place, expected]
     with pytest.raises(UserError, match="checkpoint_every: expected checkpoints beside --resume auto, found 0"):
         CliRunner().invoke(bamboo, [*line, "--checkpoint-every", "0"], catch_exceptions=False)
 
