@@ -357,7 +357,7 @@ class StopMessage(ToWorker):
     """The run ends now; each worker leaves its wait.
 
     First it writes its share of the state after the step `keep`, the last committed one; -1 if that is not kept. The
-    `owners` of the slots are those among the workers that are left.
+    `owners` of the slots are those among the workers that are left; without them, what was begun before is completed.
     """
 
     keep: int = -1

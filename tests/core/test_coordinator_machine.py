@@ -292,6 +292,13 @@ def test_the_last_step_is_kept_by_the_workers_that_are_left_at_the_end_of_a_run(
     assert [each.step for each in outputs if isinstance(each, KeepStep)] == [kept] * (kept >= 0)
 
 
+def test_a_checkpoint_of_the_last_step_that_was_ordered_before_is_only_waited_for() -> None:
+    state = training(last_step=9)
+    state = state._replace(job=replace(state.job, checkpoint_every="1"))
+    state, _ = committed(state)
+    assert told(given(state, RunStopping(6, keeps=True))[1]) == [messages.StopMessage(0)]
+
+
 def test_last_words_are_answered_so_that_a_worker_that_may_go_does_not_wait() -> None:
     raised = messages.RaisedMessage(7, 0, exception())
     state, outputs = given(committed(training(last_step=9))[0], heard(1, raised))

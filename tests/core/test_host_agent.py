@@ -88,6 +88,8 @@ def test_a_step_that_outlasts_the_patience_of_a_signal_leaves_time_to_keep_the_l
     assert (outputs, host.deadline_ns) == ((StopWorkers(),), S + ends.LAST_NS)
     assert given(host, (ends.read_clock, S + ends.LAST_NS))[1] == kills(BY_SIGNAL, 0, 1, 2)
     assert given(host, (ends.interrupt, S + 1, S, True))[1] == kills(BY_SIGNAL, 0, 1, 2)
+    host, _ = given(HOST, (ends.interrupt, 0, S, True, ends.TERM_NS), (ends.read_clock, S))
+    assert host.deadline_ns == S + ends.TERM_NS < 10 * S
 
 
 def test_a_signal_before_training_stops_at_once_and_no_stop_moves_its_deadline() -> None:

@@ -327,6 +327,7 @@ def test_the_owner_writes_the_last_committed_step_when_the_run_stops() -> None:
         for other in (-1, 1, 3):
             assert step(before, ProtocolMessage(StopMessage(other, owners)))[1] == (End(ExitCode.OK),)
     assert step(voted(3)._replace(kept=((0, 0),)), ProtocolMessage(StopMessage(2, owners)))[1][0] == KeepLast(2, ())
+    assert step(running(3), ProtocolMessage(StopMessage(2)))[1] == (KeepLast(2, ()), End(ExitCode.OK))
     heir = StopMessage(2, (0, 0))  # of a worker whose end this one has not heard of
     assert step(running(3), ProtocolMessage(heir))[1][0] == KeepLast(2, (share, StateShare((0, 1))))
 

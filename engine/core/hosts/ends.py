@@ -21,7 +21,8 @@ _S = 1_000_000_000
 GONE_NS = 10 * _S  # from SIGKILL until a process is left behind
 STOP_NS = 3 * _S  # from the order to stop to SIGKILL
 KEEP_NS = 30 * _S  # the same, where workers first write the last committed step
-LAST_NS = _S  # the same, after a signal to the run: its sender may be impatient
+LAST_NS = _S  # the same, after a signal of the user, who waits
+TERM_NS = 8 * _S  # the same, after SIGTERM: with the time of the open step, less than the ten seconds of usual senders
 
 
 class StopWorkers(NamedTuple):
@@ -60,6 +61,7 @@ class HostAgent(NamedTuple):
     is_interrupted: bool = False
     is_forced: bool = False  # all that lived have got SIGKILL
     deadline_ns: float = inf  # for the present step of the end
+    last_ns: int = LAST_NS  # from the end of the open step's time to SIGKILL, if the run was interrupted
 
     @property
     def due_ns(self) -> float:
@@ -117,12 +119,12 @@ def let_end(host: HostAgent, now_ns: int, grace_ns: int) -> HostEnd:
     return host._replace(deadline_ns=min(host.deadline_ns, now_ns + grace_ns)), ()
 
 
-def interrupt(host: HostAgent, now_ns: int, grace_ns: int, is_training: bool) -> HostEnd:
+def interrupt(host: HostAgent, now_ns: int, grace_ns: int, is_training: bool, last_ns: int = LAST_NS) -> HostEnd:
     """Ends the run at a signal: after the open step and within `grace_ns`, or at once where no step is open.
 
     The second signal ends it by force.
     """
-    new = host._replace(is_interrupted=True)
+    new = host._replace(is_interrupted=True, last_ns=last_ns)
     if host.is_interrupted:
         return (new, ()) if host.is_forced else _force(new, now_ns)
     if not is_training:
@@ -139,8 +141,8 @@ def read_clock(host: HostAgent, now_ns: int) -> HostEnd:
     if now_ns >= host.deadline_ns:
         if host.is_stopping:
             new, outputs = _force(new, now_ns)
-        elif host.is_interrupted:  # the open step took too long: the last committed one is kept
-            new, outputs = stop(new._replace(deadline_ns=inf), now_ns, LAST_NS)
+        elif host.is_interrupted:  # the open step took too long, or its checkpoint does: the last step is kept
+            new, outputs = stop(new._replace(deadline_ns=inf), now_ns, host.last_ns)
         else:
             new, outputs = stop(new, now_ns)
     return new, (*left, *outputs)

@@ -419,13 +419,14 @@ def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
 def _stops(state: CoordinatorState, stopping: RunStopping) -> Decided:
     """Tells all workers to stop, after they have written the last step that this run has committed, if that is kept.
 
-    Owners write it, and the heirs of those that may go after their last words: their ends may not have been seen.
+    Owners write it, and the heirs of those that may go after their last words: their ends may not have been seen. A
+    checkpoint of it that was ordered before is only waited for.
     """
     known = state.membership
     is_kept = state.keeping.last or state.kept == known.committed
     keeps = stopping.keeps and is_kept and state.started > 0 and known.committed > known.options.begun
     kept = (KeepStep(known.committed, known.epoch),) if keeps else ()
-    owners = heirs(known, state.let_go).owners
+    owners = heirs(known, state.let_go).owners if state.kept != known.committed else ()
     stop = messages.StopMessage(known.committed, owners) if keeps else messages.StopMessage()
     return state._replace(is_stopping=True), (*kept, tell_all(state, stop))
 

@@ -222,7 +222,7 @@ def stops(state: WorkerState, stop: messages.StopMessage) -> Stepped:
     new = state._replace(mode=Mode.OUT)
     if stop.keep < 0 or stop.keep != state.step - 1:
         return new, (End(ExitCode.OK),)
-    shares = shares_of(Ownership(state.ownership.grid, stop.owners), state.worker)
+    shares = shares_of(Ownership(state.ownership.grid, stop.owners), state.worker) if stop.owners else ()
     mine = tuple(each for each in shares if each.slot not in state.kept)
     return new, (KeepLast(stop.keep, mine), End(ExitCode.OK))
 

@@ -365,7 +365,8 @@ class Agent:
         self.recorder.write(records.InterruptRecord(signal=number.name))
         is_training = self.run_state.going_at_ns > 0
         grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
-        self.end_workers(ends.interrupt, grace_ns, is_training)
+        last_ns = ends.TERM_NS if number is signal.SIGTERM else ends.LAST_NS
+        self.end_workers(ends.interrupt, grace_ns, is_training, last_ns)
         self.newcomers.stop()
         self._tasks.tick(self)
 
