@@ -143,7 +143,7 @@ def compare(
     """
     from bamboo_cli.tables import say
     from engine.core.job.schedule_comparison import compare as comparison_of
-    from engine.core.program.remaining_tasks import op_costs
+    from engine.core.program.schedules import op_costs
 
     job = resolved.job
     weights = backward / 2 if weights is None else weights

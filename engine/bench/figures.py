@@ -22,7 +22,7 @@ from engine.core.history.run_records import ActionRecord, CommitRecord, Record
 from engine.core.job.job import Job
 from engine.core.message_kinds import ToAgent, ToWorker, message
 from engine.core.ownership import Ownership
-from engine.core.program.build import on_owners
+from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import replayed
 from engine.core.program.schedules import SCHEDULES, with_pairs_together

@@ -11,8 +11,8 @@ from itertools import product
 from time import process_time
 
 from engine.core.ownership import Grid, fresh
-from engine.core.program.build import on_owners
 from engine.core.program.dry_run import dry_run
+from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedules import SCHEDULES
 from tests.core.test_remaining_tasks import disagreement_of_runs

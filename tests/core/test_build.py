@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from engine.core.action import Op, parse_action
 from engine.core.errors import InvariantError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
-from engine.core.program.build import build_program, build_validation, from_csv, on_owners, to_csv
+from engine.core.program.build import build_program, build_validation, from_csv, to_csv
+from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify

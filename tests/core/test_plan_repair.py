@@ -17,10 +17,11 @@ from engine.core.job.job import Job as JobOfRun
 from engine.core.message_kinds import MAX_BYTES
 from engine.core.ownership import Grid, Ownership
 from engine.core.program import planner
-from engine.core.program.build import baseline, owners_program
+from engine.core.program.build import baseline
 from engine.core.program.dependencies import Routes, peers_program, routes_of
 from engine.core.program.dry_run import dry_run
 from engine.core.program.inventory import Inventory, PlanMessage, ValueRuns, to_json
+from engine.core.program.owners import owners_program
 from engine.core.program.plan_repair import Baseline, RepairedProgram, _Repair, baseline_of
 from engine.core.program.planner import Plan, PlanInput, held_at_start, make_plan
 from engine.core.program.verify import verify

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
-from engine.core.program.build import build_program, on_owners
+from engine.core.program.build import build_program
 from engine.core.program.dry_run import Cost, dry_run, unit_costs
+from engine.core.program.owners import on_owners
 from engine.core.program.passes import (
     lazy_slots,
     overhead_floor,

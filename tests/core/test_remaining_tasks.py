@@ -108,7 +108,7 @@ def disagreement_of_runs(workers: int, blocks: int, microbatches: int) -> str:
     length = (microbatches + workers - 1) * _FORWARD_AND_BACKWARD * blocks
     stash = [min(microbatches, workers - worker) * blocks for worker in range(workers)]
     shape = f"{workers} workers with {blocks} blocks each, {microbatches} microbatches"
-    if tuple(program.values()) != in_blocks(SCHEDULES["1f1b"](workers, microbatches), blocks):
+    if [*program.values()] != [in_blocks(line, blocks) for line in SCHEDULES["1f1b"](workers, microbatches)]:
         return f"{shape}: the list is another than that of the schedule"
     if (run.makespan, [*run.peak_stash.values()]) == (length, stash):
         return ""

@@ -10,9 +10,8 @@ from engine.core.job.schedule_comparison import compare
 from engine.core.ownership import Grid, Placement, fresh, worker_of
 from engine.core.program.build import build_program
 from engine.core.program.passes import overhead_floor
-from engine.core.program.remaining_tasks import op_costs
 from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
-from engine.core.program.schedules import SCHEDULES
+from engine.core.program.schedules import SCHEDULES, op_costs
 from tests.core.drawing import drawn, plain
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.ownership import Grid, fresh, worker_of
-from engine.core.program.build import on_owners
 from engine.core.program.dry_run import dry_run, peak_stash, unit_costs
+from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedules import SCHEDULES, Schedule
 from tests.core.passing_time import passed

@@ -26,8 +26,8 @@ def test_a_file_and_a_generator_become_the_same_text(tmp_path: Path, monkeypatch
     path = tmp_path / "mine.csv"
     path.write_text(rows_to_csv(lists))
     (tmp_path / "my_schedules.py").write_text(
-        "from engine.core.program.schedules import zbv\n"
-        "def whole(p, v, m):\n    return zbv(p, v, m)\n"
+        "from engine.core.program.schedules import SCHEDULES\n"
+        "def whole(p, v, m):\n    return SCHEDULES['zbv'](p, m, v)\n"
         "def broken(p, v, m):\n    raise ValueError('no idea')\n"
         "def short(p, v, m):\n    return [['0F0']]\n"
     )

@@ -229,8 +229,8 @@ def crosses(value: Value, ownership: Ownership) -> bool:
     return ownership.owner(pipeline, stage) != ownership.owner(pipeline, following)
 
 
-def peers_program(worker: int, program: Program, ownership: Ownership) -> Program:
-    """Returns the programs of `worker` and of all that it exchanges values with in a step that owners and shadows run.
+def peers_of(worker: int, ownership: Ownership) -> tuple[int, ...]:
+    """Returns `worker` and all that it exchanges values with in a step that owners and shadows run, in order.
 
     They are the owners of the slots beside its own, the replicas of the slots that it holds, and the owners of stages
     that share a parameter with one of its own. Where any member may send what it held, these are not all.
@@ -239,8 +239,12 @@ def peers_program(worker: int, program: Program, ownership: Ownership) -> Progra
     beside = {(d, stage + more) for d, stage in owned for more in (-1, 1) if 0 <= stage + more < grid.stages}
     beside |= {(d, other) for d, stage in owned for other in grid.tied_to(stage)}
     replicas = {replica for slot in ownership.held_by(worker) for replica in ownership.replicas(*slot)}
-    peers = {worker, *replicas, *(ownership.owner(*slot) for slot in beside)}
-    return {peer: program[peer] for peer in sorted(peers) if peer in program}
+    return tuple(sorted({worker, *replicas, *(ownership.owner(*slot) for slot in beside)}))
+
+
+def peers_program(worker: int, program: Program, ownership: Ownership) -> Program:
+    """Returns the programs of `worker` and its peers."""
+    return {peer: program[peer] for peer in peers_of(worker, ownership) if peer in program}
 
 
 def routes_of(worker: int, program: Program, ownership: Ownership) -> Routes:

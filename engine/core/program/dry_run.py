@@ -23,8 +23,7 @@ from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, A
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
 from engine.core.program.dependencies import DependencyIndex, IndexedActions
-from engine.core.program.remaining_tasks import COSTS
-from engine.core.program.schedules import overlapped_costs
+from engine.core.program.schedules import COSTS, overlapped_costs
 from engine.core.value import WIRE, Held, Kind
 
 Cost = Callable[[Action], float]

@@ -11,8 +11,8 @@ from engine.core.action import ADDING_OPS, FORWARD_OPS, OP_TABLE, SEND_OPS, Acti
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import RECEIVES, SENDS, DependencyIndex, makes, needs
 from engine.core.program.dry_run import Span, dry_run
-from engine.core.program.remaining_tasks import COSTS, SENT_BY_SLOT, starts
-from engine.core.program.schedules import overlap_of
+from engine.core.program.remaining_tasks import SENT_BY_SLOT, starts
+from engine.core.program.schedules import COSTS, overlap_of
 from engine.core.value import WIRE, Held, Kind, Value
 
 # The pass that adds transfers of the values that a compute action needs and its worker neither holds nor makes.

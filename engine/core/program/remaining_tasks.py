@@ -22,10 +22,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import groupby, repeat
 
-from engine.core.action import FORWARD_OPS, OP_TABLE, Action, Op, Work, make_action
+from engine.core.action import FORWARD_OPS, OP_TABLE, Action, Op, make_action
 from engine.core.errors import ensure
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import needs
+from engine.core.program.schedules import COSTS
 from engine.core.value import Held, Kind
 
 SENT_BY_SLOT = frozenset({Kind.ACTIVATION, Kind.GRADIENT})  # they go from slot to slot; one copy is enough
@@ -123,20 +124,6 @@ class _MakersOfValues(dict[tuple[Kind, int, int], _Makers]):
 #
 # Backwards first would drain the pipeline through a worker with two slots, which then waits while it fills again. The
 # order of each worker is taken from one valid run, so workers never wait for each other in a circle.
-
-
-def op_costs(forward: float = 1, backward: float = 2, weights: float = 1) -> dict[Op, float]:
-    """Returns the cost of each op that computes; `weights` is the part of a backward for the weights."""
-    costs = {
-        Work.FORWARD: forward,
-        Work.BACKWARD: backward,
-        Work.FOR_INPUT: backward - weights,
-        Work.FOR_WEIGHTS: weights,
-    }
-    return {op: costs[row.work] for op, row in OP_TABLE.items() if row.work}
-
-
-COSTS = op_costs()
 
 
 def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:

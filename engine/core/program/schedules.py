@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
-from engine.core.action import COMPUTE_OPS, FORWARD_OPS, RECEIVE_OPS, SEND_OPS, Action, Op, make_action
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, Action, Op, Work, make_action
 from engine.core.errors import ensure
 from engine.core.ownership import Placement
 
@@ -16,20 +16,20 @@ from engine.core.ownership import Placement
 #
 # List n holds the compute actions of the n-th worker of a pipeline, in order. On every stage the forwards run in
 # microbatch order, and so do the backwards, whole or split. Gradients are therefore added in the same order with every
-# schedule, and the schedule does not change the bits of a result.
+# schedule, and the schedule does not change the bits of a result. A generator makes one list and looks at no other: a
+# worker of a thousand makes its own and those of its neighbours.
 
-ComputeLists = tuple[tuple[Action, ...], ...]
-Generator = Callable[[int, int, int], ComputeLists]  # (workers P, stages per worker V, microbatches M)
+ComputeList = tuple[Action, ...]
+ComputeLists = tuple[ComputeList, ...]
+Generator = Callable[[int, int, int, int], ComputeList]  # (worker w, workers P, stages per worker V, microbatches M)
 
 
-def in_blocks(lists: ComputeLists, blocks: int) -> ComputeLists:
-    """Returns the lists with each action of a stage as that of its blocks: forwards in their order, others backwards.
+def in_blocks(line: ComputeList, blocks: int) -> ComputeList:
+    """Returns a list with each action of a stage as that of its blocks: forwards in their order, others backwards.
 
-    A worker's actions take as long as before and in the same order, so time and residuals are those of `lists`.
+    A worker's actions take as long as before and in the same order, so time and residuals are those of `line`.
     """
-    if blocks == 1:
-        return lists
-    return tuple(tuple(each for action in line for each in _of_blocks(action, blocks)) for line in lists)
+    return line if blocks == 1 else tuple(each for action in line for each in _of_blocks(action, blocks))
 
 
 def _of_blocks(action: Action, blocks: int) -> tuple[Action, ...]:
@@ -54,7 +54,7 @@ class WorkerList:
         for op in ops:
             counted = Op.I if op is Op.B else op
             microbatch = self.num(stage, counted)
-            self.actions.append(Action(stage, op, microbatch))
+            self.actions.append(make_action(stage, op, microbatch))
             self._taken[stage, counted] = microbatch + 1
             if op is Op.B:
                 self._taken[stage, Op.W] = self.num(stage, Op.W) + 1
@@ -82,38 +82,34 @@ class WorkerList:
 # then delays the fill and the drain, and nothing between them.
 
 
-def gpipe(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def gpipe(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns GPipe: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
     ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
-    return tuple(_warm_up_then_pairs(stage, num_microbatches, num_microbatches) for stage in range(num_workers))
+    return _warm_up_then_pairs(worker, num_microbatches, num_microbatches)
 
 
-def one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def one_f_one_b(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns 1F1B: stage s holds at most P - s residuals (Narayanan et al., PipeDream-Flush, ICML 2021)."""
     ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
-    return tuple(_warm_up_then_pairs(stage, num_workers - stage - 1, num_microbatches) for stage in range(num_workers))
+    return _warm_up_then_pairs(worker, num_workers - worker - 1, num_microbatches)
 
 
-def eager_one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def eager_one_f_one_b(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns eager 1F1B: stage s holds at most 2 (P - s) - 1 residuals (Zhuang et al., MLSys 2023, section 4).
 
     That is one more than 1F1B for each hop from the stage to the last one: the microbatches that are under way.
     """
     ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
-    return tuple(
-        _warm_up_then_pairs(stage, 2 * (num_workers - stage - 1), num_microbatches) for stage in range(num_workers)
-    )
+    return _warm_up_then_pairs(worker, 2 * (num_workers - worker - 1), num_microbatches)
 
 
-def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> tuple[Action, ...]:
+def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> ComputeList:
     """Returns `num_warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
     num_warm_up = min(num_warm_up, num_microbatches)
-    actions = [Action(stage, Op.F, microbatch) for microbatch in range(num_warm_up)]
-    for microbatch in range(num_warm_up, num_microbatches):
-        actions += [Action(stage, Op.F, microbatch), Action(stage, Op.B, microbatch - num_warm_up)]
-    first_left = num_microbatches - num_warm_up
-    actions += [Action(stage, Op.B, microbatch) for microbatch in range(first_left, num_microbatches)]
-    return tuple(actions)
+    forwards = [make_action(stage, Op.F, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [make_action(stage, Op.B, microbatch) for microbatch in range(num_microbatches)]
+    pairs = zip(forwards[num_warm_up:], backwards, strict=False)
+    return (*forwards[:num_warm_up], *chain.from_iterable(pairs), *backwards[num_microbatches - num_warm_up :])
 
 
 # Schedules with several stages per worker: interleaved 1F1B, its flexible form, and breadth-first.
@@ -127,49 +123,44 @@ def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> 
 #    worker 1      1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -   1B3 -
 
 
-def interleaved(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def interleaved(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns interleaved 1F1B in rounds of P microbatches (Narayanan et al., Megatron-LM, SC 2021).
 
     The last round also takes the remainder: in a round of fewer than P, a worker would wait for its own previous stage.
     """
     num_rounds = max(1, num_microbatches // num_workers)
     rest = num_microbatches - num_workers * (num_rounds - 1)
-    return _interleaved(num_workers, stages_per_worker, [num_workers] * (num_rounds - 1) + [rest])
+    return _interleaved(worker, num_workers, stages_per_worker, [num_workers] * (num_rounds - 1) + [rest])
 
 
-def interleaved_flexible(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def interleaved_flexible(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns interleaved 1F1B in M // P rounds of nearly equal size; torch's rounds where their number divides M."""
     num_rounds = max(1, num_microbatches // num_workers)
     size, rest = divmod(num_microbatches, num_rounds)
-    return _interleaved(num_workers, stages_per_worker, [size + 1] * rest + [size] * (num_rounds - rest))
+    rounds = [size + 1] * rest + [size] * (num_rounds - rest)
+    return _interleaved(worker, num_workers, stages_per_worker, rounds)
 
 
-def looped_bfs(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def looped_bfs(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns breadth-first: all forwards, stage by stage, then all backwards (Lamy-Poirier, MLSys 2023)."""
     every = range(num_microbatches)
-    lists = []
-    for worker in range(num_workers):
-        stages = range(worker, num_workers * stages_per_worker, num_workers)
-        actions = [make_action(stage, Op.F, each) for stage in stages for each in every]
-        lists.append((*actions, *(make_action(stage, Op.B, each) for stage in reversed(stages) for each in every)))
-    return tuple(lists)
+    stages = range(worker, num_workers * stages_per_worker, num_workers)
+    forwards = [make_action(stage, Op.F, each) for stage in stages for each in every]
+    return (*forwards, *(make_action(stage, Op.B, each) for stage in reversed(stages) for each in every))
 
 
-def _interleaved(num_workers: int, stages_per_worker: int, rounds: list[int]) -> ComputeLists:
+def _interleaved(worker: int, num_workers: int, stages_per_worker: int, rounds: list[int]) -> ComputeList:
     if stages_per_worker == 1:
-        return one_f_one_b(num_workers, 1, sum(rounds))  # which has a shorter warm-up
-    lists = []
-    for worker in range(num_workers):
-        stages = range(worker, num_workers * stages_per_worker, num_workers)
-        forwards = [make_action(stage, Op.F, each) for stage, each in _by_round(rounds, stages)]
-        backwards = [make_action(stage, Op.B, each) for stage, each in _by_round(rounds, stages[::-1])]
-        place = {(stage, each): number for number, (stage, _, each, _) in enumerate(forwards)}
-        ahead = max(place[stage, each] - number for number, (stage, _, each, _) in enumerate(backwards))
-        num_warm_up = min(ahead + 2 * (num_workers - 1 - worker), len(forwards))
-        pairs = zip(forwards[num_warm_up:], backwards, strict=False)
-        left = backwards[len(forwards) - num_warm_up :]
-        lists.append((*forwards[:num_warm_up], *(action for pair in pairs for action in pair), *left))
-    return tuple(lists)
+        return one_f_one_b(worker, num_workers, 1, sum(rounds))  # which has a shorter warm-up
+    stages = range(worker, num_workers * stages_per_worker, num_workers)
+    forwards = [make_action(stage, Op.F, each) for stage, each in _by_round(rounds, stages)]
+    backwards = [make_action(stage, Op.B, each) for stage, each in _by_round(rounds, stages[::-1])]
+    place = {(stage, each): number for number, (stage, _, each, _) in enumerate(forwards)}
+    ahead = max(place[stage, each] - number for number, (stage, _, each, _) in enumerate(backwards))
+    num_warm_up = min(ahead + 2 * (num_workers - 1 - worker), len(forwards))
+    pairs = zip(forwards[num_warm_up:], backwards, strict=False)
+    left = backwards[len(forwards) - num_warm_up :]
+    return (*forwards[:num_warm_up], *chain.from_iterable(pairs), *left)
 
 
 def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
@@ -191,31 +182,27 @@ def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
 #     worker 2          2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
 
-def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def zb1p(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns ZB-H1: 1F1B in which W of worker w lags w microbatches behind I (Qi et al., ICLR 2024, section 2.2)."""
     ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
-    lists = []
-    for worker in range(num_workers):
-        line = WorkerList()
-        line.add(worker, *[Op.F] * min(num_workers - 1 - worker, num_microbatches))
-        for microbatch in range(num_microbatches):
-            if line.num(worker, Op.F) < num_microbatches:
-                line.add(worker, Op.F)
-            line.add(worker, Op.I, *[Op.W] * (microbatch >= worker))
-        line.add(worker, *[Op.W] * (num_microbatches - line.num(worker, Op.W)))
-        lists.append(tuple(line.actions))
-    return tuple(lists)
+    line = WorkerList()
+    line.add(worker, *[Op.F] * min(num_workers - 1 - worker, num_microbatches))
+    for microbatch in range(num_microbatches):
+        if line.num(worker, Op.F) < num_microbatches:
+            line.add(worker, Op.F)
+        line.add(worker, Op.I, *[Op.W] * (microbatch >= worker))
+    line.add(worker, *[Op.W] * (num_microbatches - line.num(worker, Op.W)))
+    return tuple(line.actions)
 
 
-def zbv(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def zbv(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns ZBV: two stages per worker (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
 
     If M < 2P - 1, it is the schedule for 2P - 1 microbatches without the actions on microbatches M and above.
     """
     ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
-    whole = max(2 * num_workers - 1, num_microbatches)
-    lines = [_zbv_line(worker, num_workers, whole) for worker in range(num_workers)]
-    return tuple(tuple(each for each in line.actions if each.microbatch < num_microbatches) for line in lines)
+    line = _zbv_line(worker, num_workers, max(2 * num_workers - 1, num_microbatches))
+    return tuple(each for each in line.actions if each.microbatch < num_microbatches)
 
 
 def _zbv_line(worker: int, num_workers: int, num_microbatches: int) -> WorkerList:
@@ -297,6 +284,20 @@ def _together(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return tuple(moved)
 
 
+def op_costs(forward: float = 1, backward: float = 2, weights: float = 1) -> dict[Op, float]:
+    """Returns the cost of each op that computes; `weights` is the part of a backward for the weights."""
+    costs = {
+        Work.FORWARD: forward,
+        Work.BACKWARD: backward,
+        Work.FOR_INPUT: backward - weights,
+        Work.FOR_WEIGHTS: weights,
+    }
+    return {op: costs[row.work] for op, row in OP_TABLE.items() if row.work}
+
+
+COSTS = op_costs()
+
+
 def overlapped_costs(cost: Callable[[Action], float], actions: Sequence[Action]) -> list[float]:
     """Returns the cost of each action if pairs overlap: the second of a pair costs max(0, its cost - the first's)."""
     costs = [cost(action) for action in actions]
@@ -315,11 +316,11 @@ def overlapped_costs(cost: Callable[[Action], float], actions: Sequence[Action])
 #     worker 1      1F0 2F0 1F1 2F1 1F2 2B0 -   2F2 1B0 -   1F3 2B1 -   2F3 1B1 -   2B2 -   1B2 -   2I3 1I3 2W3 1W3
 
 
-def dual_pipe_v(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+def dual_pipe_v(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns DualPipeV (github.com/deepseek-ai/DualPipe, the cut-in-half form); needs M >= 2P."""
     ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
     ensure(num_microbatches >= 2 * num_workers, f"{num_microbatches} microbatches for {num_workers} workers")
-    return tuple(tuple(_line(worker, num_workers, num_microbatches).actions) for worker in range(num_workers))
+    return tuple(_line(worker, num_workers, num_microbatches).actions)
 
 
 def _line(worker: int, num_workers: int, num_microbatches: int) -> WorkerList:
@@ -390,7 +391,8 @@ class Schedule:
 
     def __call__(self, num_workers: int, num_microbatches: int, stages_per_worker: int = 1) -> ComputeLists:
         """Returns the compute lists of one pipeline of `num_workers` workers."""
-        return self.generate(num_workers, stages_per_worker, num_microbatches)
+        shape = (num_workers, stages_per_worker, num_microbatches)
+        return tuple(self.generate(worker, *shape) for worker in range(num_workers))
 
 
 _ANY = 4096

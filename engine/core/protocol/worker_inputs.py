@@ -13,8 +13,8 @@ from typing import NamedTuple
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMessage
 from engine.core.ownership import Grid, Ownership
-from engine.core.program.build import owners_program
 from engine.core.program.inventory import PlanMessage, from_json
+from engine.core.program.owners import owners_program
 from engine.core.program.planner import EpochPlan, PlanInput, ends_tied_stages_together, make_plan, plan_of
 
 

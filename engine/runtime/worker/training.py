@@ -27,7 +27,7 @@ from engine.core.errors import StorageError, TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program
-from engine.core.program.dependencies import peers_program
+from engine.core.program.dependencies import peers_of, peers_program
 from engine.core.program.inventory import PrepareMessage, to_json
 from engine.core.program.planner import EpochPlan
 from engine.core.protocol import worker_inputs as inputs
@@ -102,6 +102,7 @@ class PlannerThread:
         self._context = context
         self._protocol = protocol
         self._grid = grid
+        self._has_tags = context.job.backend != "nccl"  # without tags the transfers of all workers have one order
         self._thread = ThreadPoolExecutor(1)
         self._hurry = threading.Event()
         self._host_lock = HostLock(context.board.fd)
@@ -121,7 +122,8 @@ class PlannerThread:
     ) -> WorkerProgram:
         """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
         job = self._context.job
-        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every)
+        peers = peers_of(self._context.worker, ownership) if self._has_tags else None
+        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, only=peers)
         return self._part(program, ownership, among_peers=True)
 
     def usual_actions(self, ownership: Ownership) -> tuple[Action, ...]:
@@ -129,10 +131,10 @@ class PlannerThread:
         return tuple(action for action, _ in self.default_program(ownership).actions)
 
     def _part(self, program: Program, ownership: Ownership, *, among_peers: bool) -> WorkerProgram:
-        context, has_tags = self._context, self._context.job.backend != "nccl"
-        if among_peers and has_tags:  # without tags all transfers have one order
+        context = self._context
+        if among_peers and self._has_tags:
             program = peers_program(context.worker, program, ownership)
-        return worker_program(context.worker, program, ownership, context.borders, has_tags=has_tags)
+        return worker_program(context.worker, program, ownership, context.borders, has_tags=self._has_tags)
 
     def prepare(self, told: PrepareMessage) -> None:
         """Begins to compute a plan of a coming epoch; any thread may call."""

@@ -17,7 +17,7 @@ from engine.core.job.samples import EvaluationPart, left_out, parts_of
 from engine.core.messages import Evaluation
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
-from engine.core.program.dependencies import carried, routes_of
+from engine.core.program.dependencies import carried, peers_of, routes_of
 from engine.core.protocol.worker_inputs import PassEnded
 from engine.models.data import Data
 from engine.models.data_sources import EvaluatedBatch, evaluation, evaluation_sets
@@ -50,7 +50,7 @@ class Validation:
         self._begin = EvaluatedBatch((), ())  # of the set that is being measured
         self.grid = replace(ownership.grid, microbatches=len(self.parts))
         alone = replace(ownership, grid=self.grid)
-        program = build_validation(alone)
+        program = build_validation(alone, only=peers_of(context.worker, alone))
         self.actions = program.get(context.worker, ())
         self.routes = routes_of(context.worker, program, alone)
         self.receives = receives_of(self.actions, self.routes, context.borders, partial(validation_key, self.grid))
