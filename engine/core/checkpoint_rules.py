@@ -7,7 +7,8 @@ commit is whole, because each one has voted for it. The newest good checkpoint n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -67,6 +68,7 @@ def keeps_any(text: str) -> bool:
     return keeping_of(text) != KeepRule(last=False)
 
 
+@lru_cache(maxsize=4)
 def writers(ownership: Ownership) -> Mapping[int, tuple[int, ...]]:
     """Returns the workers that write each stage, in the order of the shards; there is one without shards."""
     grid = ownership.grid
@@ -86,18 +88,37 @@ def writers(ownership: Ownership) -> Mapping[int, tuple[int, ...]]:
 def _shared(candidates: Mapping[int, Sequence[int]], most: int) -> dict[int, int] | None:
     """Returns a candidate for each stage, no worker for more than `most` of them; None if that is impossible."""
     chosen: dict[int, int] = {}
+    stages_of: dict[int, set[int]] = defaultdict(set)  # the same by worker
 
-    def place(stage: int, tried: set[int]) -> bool:
+    def moves(stage: int, tried: set[int]) -> Iterator[tuple[int, int | None]]:
+        """Yields each worker that may take a stage, with the stage that it must then give to another worker."""
         for worker in candidates[stage]:
             if worker not in tried:
                 tried.add(worker)
-                its = [each for each, other in chosen.items() if other == worker]
-                if len(its) < most or any(place(each, tried) for each in its):
-                    chosen[stage] = worker
-                    return True
+                is_free = len(stages_of[worker]) < most
+                yield from ((worker, each) for each in ((None,) if is_free else sorted(stages_of[worker])))
+
+    def is_placed(stage: int) -> bool:
+        """Gives a stage to a worker; a chain of moves may be as long as the pipeline, too long for a recursion."""
+        tried: set[int] = set()
+        chain, takers = [(stage, moves(stage, tried))], list[int]()
+        while chain:
+            worker, given_up = next(chain[-1][1], (-1, None))
+            if worker < 0:
+                chain.pop()
+                del takers[-1:]
+                continue
+            takers.append(worker)
+            if given_up is None:
+                for (moved, _), taker in reversed([*zip(chain, takers, strict=True)]):
+                    stages_of[chosen.get(moved, taker)].discard(moved)
+                    chosen[moved] = taker
+                    stages_of[taker].add(moved)
+                return True
+            chain.append((given_up, moves(given_up, tried)))
         return False
 
-    return chosen if all(place(stage, set()) for stage in candidates) else None
+    return chosen if all(map(is_placed, candidates)) else None
 
 
 class StateShare(NamedTuple):

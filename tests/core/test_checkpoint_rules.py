@@ -85,6 +85,11 @@ def test_each_stage_is_written_once_by_a_worker_that_holds_it(redundancy: Redund
         assert max(counts) <= max(1, most)
 
 
+def test_a_thousand_workers_with_three_shadows_each_write_one_stage_each() -> None:
+    ownership = with_shadows(fresh(Grid(1024, 2)), "lazy", 3, range(1024))
+    assert sorted(writers(ownership).values()) == [(worker,) for worker in range(1024)]
+
+
 def test_pipelines_share_the_work() -> None:
     assert writers(fresh(Grid(4, 4, 2))) == {0: (0,), 1: (1,), 2: (2,), 3: (3,)}
     both = fresh(Grid(4, 4, 2), stages_per_worker=4)
