@@ -386,10 +386,10 @@ def tell_waiting_too(state: CoordinatorState, message: ToWorker) -> Tell:
 
 @lru_cache(maxsize=256)
 def _first_stage_first(workers: tuple[int, ...], owners: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    def first_stage(worker: int) -> float:
-        return min((place % stages for place, owner in enumerate(owners) if owner == worker), default=inf)
-
-    return tuple(sorted(sorted(workers), key=first_stage))
+    first: dict[int, int] = {}
+    for place, owner in enumerate(owners):
+        first[owner] = min(first.get(owner, stages), place % stages)
+    return tuple(sorted(sorted(workers), key=lambda worker: first.get(worker, stages)))
 
 
 def stopped(state: CoordinatorState, stop: Stop) -> Decided:

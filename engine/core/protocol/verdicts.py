@@ -32,11 +32,12 @@ class Heirs(NamedTuple):
 def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs:
     """Returns the heirs of all slots without the `dead` workers; with `hand_over`, moves slots that are to move."""
     owners, shadows, lost = [], [], []
+    members = frozenset(state.members).difference(dead)
     wanted = state.wanted_moves if hand_over else {}
     is_ready = all(_holds(state, slot, worker) for slot, worker in wanted.items())
     for slot, owner in enumerate(state.owners):
-        live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
-        heir, is_gone = owner, owner in dead or owner not in state.members
+        live = [worker for worker in state.shadows[slot] if worker in members]
+        heir, is_gone = owner, owner not in members
         hands_over = hand_over and owner in state.leaving and owner not in state.patient
         leaves = hands_over or owner in state.going
         if is_gone or leaves or (is_ready and slot in wanted):
@@ -141,16 +142,14 @@ def all_inventoried(state: State) -> State:
 
     A slot whose owner is out then goes to an heir; the job ends if there is none.
     """
-    known = state._replace(shadows=tuple(_holders(state, slot) for slot in range(len(state.owners))))
+    holders = [dict.fromkeys(line) for line in state.shadows]  # of each slot: its shadows, then others with a replica
+    for worker in state.members:
+        for slot in state.copies.get(worker, ()):
+            holders[slot].setdefault(worker)
+    known = state._replace(shadows=tuple(map(tuple, holders)))
     inherited = heirs(known, ())
     new = state._replace(owners=inherited.owners, shadows=inherited.shadows)
     return state_lost(new, inherited.lost) if inherited.lost else new
-
-
-def _holders(state: State, slot: int) -> tuple[int, ...]:
-    """Returns the shadows of a slot, then the other members that hold a whole replica of it."""
-    copies = (worker for worker in state.members if slot in state.copies.get(worker, ()))
-    return tuple(dict.fromkeys((*state.shadows[slot], *copies)))
 
 
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
@@ -301,10 +300,13 @@ def deadly_hosts(state: State) -> dict[str, tuple[int, ...]]:
     """Returns the deadly hosts by their names, each with the stages that are lost with it."""
     if len({*state.nodes.values()}) < 2:
         return {}
-    there: dict[str, list[int]] = {}
-    for worker in state.members:
-        there.setdefault(state.nodes[worker], []).append(worker)
-    stages = {host: {slot % state.options.stages for slot in heirs(state, there[host]).lost} for host in sorted(there)}
+    host_of = {worker: state.nodes[worker] for worker in state.members}
+    stages: dict[str, set[int]] = {host: set() for host in sorted({*host_of.values()})}
+    for slot, owner in enumerate(state.owners):
+        line = (owner, *state.shadows[slot], *holders_in_other_pipelines(state, slot))
+        hosts = {host_of[worker] for worker in line if worker in host_of}
+        for host in (hosts or stages) if len(hosts) < 2 else ():
+            stages[host].add(slot % state.options.stages)
     return {host: tuple(sorted(lost)) for host, lost in stages.items() if lost}
 
 
