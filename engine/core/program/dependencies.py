@@ -127,6 +127,7 @@ def _by_role(terms: tuple[Term, ...], row: OpRow) -> _Terms:
 
 _NEEDS = {op: _by_role(row.needs, row) for op, row in OP_TABLE.items()}
 _MAKES = {op: _by_role(row.makes, row) for op, row in OP_TABLE.items()}
+_NEED_ALL_VOTES = {op for op, row in OP_TABLE.items() if {term.at for term in row.needs} == {Where.VOTERS}}
 _CARRIES = {
     op: (row.needs[0].kind, row.needs[0].stage) for op, row in OP_TABLE.items() if row.stands is StepPosition.BORDER
 }
@@ -165,6 +166,7 @@ class DependencyIndex:
         most = max(map(itemgetter(2), chain.from_iterable(program.values())), default=0)
         self._width = 2 + max(most, ownership.grid.microbatches, *ownership.workers())  # an index is -1 or more
         self._rows: dict[tuple[int, Kind | Op, int, int], int] = {}
+        self._same: dict[tuple[Op, int], IndexedActions] = {}  # of ops that need all votes, by microbatch
 
     def __len__(self) -> int:
         return self._width * len(self._rows)
@@ -194,6 +196,9 @@ class DependencyIndex:
 
         Microbatch 0 has a line for itself.
         """
+        key = action.op, action.microbatch
+        if key in self._same:
+            return self._same[key]
         needed, made = needs(action, worker, self._ownership), makes(action, worker, self._ownership)
         met: tuple[Thing, ...] = rendezvous(action, worker, self._ownership)
         begun: tuple[Thing, ...] = ((worker, action),) if met else ()
@@ -201,7 +206,10 @@ class DependencyIndex:
         def numbers(things: Iterable[Thing]) -> tuple[int, ...]:
             return tuple(self.of(thing) - action.microbatch for thing in things)
 
-        return IndexedActions(numbers(needed), numbers(begun), numbers(met), numbers(made))
+        line = IndexedActions(numbers(needed), numbers(begun), numbers(met), numbers(made))
+        if action.op in _NEED_ALL_VOTES:
+            self._same[key] = line
+        return line
 
 
 # Routes: the sender and the takers of each value of a program, read off the program.
