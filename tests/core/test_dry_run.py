@@ -13,7 +13,17 @@ from engine.core.action import Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.dry_run import DryRun, Span, bubbles, dry_run, grid_lines, marked_lines, peak_stash, unit_costs
+from engine.core.program.dry_run import (
+    DryRun,
+    Span,
+    bubbles,
+    dry_run,
+    grid_lines,
+    marked_lines,
+    peak_stash,
+    starts_of,
+    unit_costs,
+)
 from engine.core.program.schedules import SCHEDULES
 from engine.core.value import WIRE, Kind, Value
 from tests.core.drawing import program_of
@@ -406,6 +416,15 @@ def test_no_line_is_wider_than_asked_where_a_cell_fits(width: int) -> None:
     assert max(map(len, lines)) <= max(width, len("worker 0  0F0"))
     cells = [cell for line in lines for cell in line.split()[2:] if cell != "-"]
     assert sorted(cells) == sorted(f"{s}{op}{m}" for s in range(4) for op in "FB" for m in range(8))
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_starts_alone_are_those_of_the_spans(case: Case) -> None:
+    program, ownership, _ = case
+    run = dry_run(program, ownership)
+    spans = {worker: [span.start for span in run.spans if span.worker == worker] for worker in program}
+    assert {worker: [*starts] for worker, starts in starts_of(program, ownership).items()} == spans
 
 
 def test_names_of_workers_are_aligned() -> None:

@@ -12,7 +12,7 @@ from itertools import groupby
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot
 from engine.core.program.dependencies import peers_of
-from engine.core.program.dry_run import dry_run
+from engine.core.program.dry_run import starts_of
 from engine.core.program.owners import owners_compute, owners_program
 from engine.core.program.passes import (
     with_end_of_step,
@@ -78,10 +78,7 @@ def baseline(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Baseline | N
     program = owners_program(schedule, grid, owners)
     if all(map(_runs_forwards_first, program.values())):
         return None
-    starts: dict[int, list[float]] = {worker: [] for worker in program}
-    for start, _, worker, _ in dry_run(program, Ownership(grid, owners)).spans:
-        starts[worker].append(start)
-    return baseline_of(program, starts, grid, owners)
+    return baseline_of(program, starts_of(program, Ownership(grid, owners)), grid, owners)
 
 
 def _runs_forwards_first(actions: Iterable[Action]) -> bool:

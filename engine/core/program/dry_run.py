@@ -11,6 +11,7 @@ that cannot end raises the cycle of actions that wait for each other.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,13 @@ def dry_run(
     stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
     peaks = {worker: peak_stash(actions, stashed[worker]) for worker, actions in program.items()}
     return DryRun(spans, makespan, bubble, peaks, {worker: _waits(line) for worker, line in lines.items()})
+
+
+def starts_of(program: Program, ownership: Ownership) -> dict[int, array[float]]:
+    """Returns when each action of each worker starts in the dry run with unit costs: of a million actions, 8 MB."""
+    walk = _Walk(program, ownership, ())
+    walk.run({worker: [COSTS.get(op, 0.0) for _, op, _, _ in actions] for worker, actions in program.items()})
+    return {worker: array("d", starts) for worker, starts in walk.starts.items()}
 
 
 def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = ()) -> None:
