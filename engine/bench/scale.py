@@ -1,5 +1,7 @@
-"""The benchmark of scale: what one death costs as the job grows, in the planner alone and in real runs.
+"""The benchmark of scale: what a start and one death cost as the job grows, in the core alone and in real runs.
 
+Start: the program of the worker in the middle, of its peers, and its routes, beside the program of all workers, which a
+worker does not build.
 Planner: worker P / 2 of a step with one stage per worker dies half-way. The plan is repaired and made from scratch, in
 turns; a worker's share is its routes and its program. Real runs: timed stages, one SIGKILL half-way through the
 backwards. Growth is the exponent in P: the slope of a straight line through the logarithms, by least squares.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,16 +25,18 @@ from engine.core.action import Action, Op
 from engine.core.checks.recoveries import PHASES
 from engine.core.errors import ensure, required
 from engine.core.job.job import Job
-from engine.core.ownership import Grid, Ownership, fresh
-from engine.core.program.build import baseline
-from engine.core.program.dependencies import peers_program, routes_of
+from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.program.build import baseline, build_program
+from engine.core.program.dependencies import peers_of, peers_program, routes_of
 from engine.core.program.inventory import Inventory, ValueRuns
+from engine.core.program.owners import owners_compute, owners_program
 from engine.core.program.plan_repair import Baseline
 from engine.core.program.planner import PlanInput, make_plan
 from engine.core.value import Kind, Value
 
 _SCHEDULE = "1f1b"
-_MICROBATCHES, _RUN_MICROBATCHES = 128, 32
+_MICROBATCHES, _RUN_MICROBATCHES, _MOST_MICROBATCHES = 128, 32, 4096
+_PROGRAM_GOAL_MS, _PROGRAM_GOAL_MIB = 5000.0, 256.0  # of one worker's part of the largest job
 _PLAN_GOALS_MS = {64: 10.0, 256: 30.0, 1024: 100.0}  # by number of workers
 _PAUSE_GOALS_MS = {8: 30.0, 16: 60.0, 48: 200.0}
 _GROWTH_GOAL, _SHARE_GROWTH_GOAL = 1.1, 0.3
@@ -43,9 +48,57 @@ def scale_cases(quick: bool) -> Cases:
     planned, run = ((8, 16), (4,)) if quick else ((64, 256, 1024), (4, 8, 16, 32, 48))
     times = 1 if quick else 5
     return {
+        "programs at a start": partial(_bench_programs, planned, 64 if quick else _MOST_MICROBATCHES, times),
         f"plan after one death, M={_MICROBATCHES}": partial(_bench_plan, planned, times),
         f"pause after one death, M={_RUN_MICROBATCHES}": partial(_bench_pause, run, 1 if quick else 3),
     }
+
+
+# The programs
+def _bench_programs(sizes: Sequence[int], most_microbatches: int, times: int, folder: Path) -> list[BenchRow]:
+    rows = []
+    for workers in sizes:
+        case = f"{_SCHEDULE} P={workers} M={_MICROBATCHES}"
+        part_ms, all_ms = (
+            median(_program_ms(_SCHEDULE, workers, 1, _MICROBATCHES, is_whole=is_whole) for _ in range(times))
+            for is_whole in (False, True)
+        )
+        rows.append(row(case, "a worker's part ms; peer: all programs", part_ms, all_ms, times))
+    for schedule, per_worker in ((_SCHEDULE, 1), ("interleaved", 2)):
+        few, many = (
+            median(_program_ms(schedule, workers, per_worker, most_microbatches) for _ in range(times))
+            for workers in (sizes[0], sizes[-1])
+        )
+        case = f"{schedule} P={sizes[-1]} V={per_worker} M={most_microbatches}"
+        metric = f"a worker's part ms; peer: P={sizes[0]}"
+        rows.append(row(case, metric, many, few, times, _PROGRAM_GOAL_MS))
+        few, many = (
+            _program_mib(schedule, workers, per_worker, most_microbatches) for workers in (sizes[0], sizes[-1])
+        )
+        rows.append(row(case, metric.replace(" ms", " MiB"), many, few, 1, _PROGRAM_GOAL_MIB))
+    return rows
+
+
+def _program_ms(schedule: str, workers: int, per_worker: int, microbatches: int, *, is_whole: bool = False) -> float:
+    """Returns the milliseconds in which a worker builds its part of a step, or all programs."""
+    ownership = with_shadows(fresh(Grid(workers * per_worker, microbatches), per_worker), "lazy", 1, range(workers))
+    worker = workers // 2
+    owners_compute.cache_clear()
+    owners_program.cache_clear()
+    begin = time.perf_counter()
+    program = build_program(schedule, ownership, "lazy", only=None if is_whole else peers_of(worker, ownership))
+    routes_of(worker, peers_program(worker, program, ownership), ownership)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _program_mib(schedule: str, workers: int, per_worker: int, microbatches: int) -> float:
+    """Returns the most memory that a worker has in use while it builds its part of a step."""
+    tracemalloc.start()
+    try:
+        _program_ms(schedule, workers, per_worker, microbatches)
+        return tracemalloc.get_traced_memory()[1] / (1 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 # The planner
