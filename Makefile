@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-repairs soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -62,6 +62,11 @@ bench: $(TEST_STAMP)
 # A million schedules take hours on one core; it says how far it is, and shrinks the first that fails.
 soak-sim: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --soak 1000000
+
+# Deaths and lost hosts in jobs of 64, 256 and 1,024 workers, whose messages are counted: some minutes on one core.
+LARGE ?= 10
+soak-large: $(TEST_STAMP)
+	.venv/bin/python -m tests.simulation --large $(LARGE)
 
 # Workers come, leave and die while blocks move: some ten minutes on one core; FIRST=25000 tries other cases.
 FIRST ?= 0

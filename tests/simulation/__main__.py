@@ -3,6 +3,7 @@
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
 pair of kills of some, then random ones; ``--random N`` random ones only, ``--churn N`` those of churn, and
 ``--hosts N`` those of several hosts that are lost, ``--sleeps N`` those of coordinators that stop, from ``--first`` on.
+``--large N`` tries N cases at each of 64, 256 and 1,024 workers, and counts messages.
 ``--inside N`` tries schedules until N had a hand-over inside a step. The first case that fails is shrunk and printed as
 the command that replays it.
 """
@@ -20,6 +21,7 @@ from tests.simulation.case import Case, from_text
 from tests.simulation.churn import churn_case
 from tests.simulation.host_losses import host_case
 from tests.simulation.judge import INSIDE
+from tests.simulation.large import SIZES, figures
 from tests.simulation.run import run
 from tests.simulation.schedules import (
     PAIRED,
@@ -48,6 +50,7 @@ def main() -> int:
     what.add_argument("--inside", type=int, metavar="N")
     what.add_argument("--hosts", type=int, metavar="N")
     what.add_argument("--sleeps", type=int, metavar="N")
+    what.add_argument("--large", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
     if given.replay is not None:
@@ -57,17 +60,28 @@ def main() -> int:
             flush=True,
         )
         return bool(history.problem)
-    if given.churn is not None:
-        return soak(islice(map(churn_case, count(given.first)), given.churn))
+    if given.large is not None:
+        return large(given.large)
     if given.inside is not None:
         return soak(map(inside_case, count(given.first)), enough=given.inside)
     if given.hosts is not None:
         return soak(islice(map(host_case, count(given.first)), given.hosts))
-    if given.sleeps is not None:
-        return soak(islice(map(sleep_case, count(given.first)), given.sleeps))
+    for case_of, number in ((churn_case, given.churn), (sleep_case, given.sleeps)):
+        if number is not None:
+            return soak(islice(map(case_of, count(given.first)), number))
     randoms = map(random_case, count(given.first))
     cases = randoms if given.random is not None else chain(enumerated(), randoms)
     return soak(islice(cases, given.random or given.soak))
+
+
+def large(cases: int) -> int:
+    """Tries cases of large jobs; returns 1 if a promise was broken, else 0."""
+    broken = False
+    for workers in SIZES:
+        for line in figures(workers, cases):
+            broken |= "large_case" in line
+            print(line, flush=True)
+    return int(broken)
 
 
 def enumerated() -> Iterator[Case]:

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import Compiled
@@ -22,31 +22,35 @@ _POINTS = frozenset({"welcome", "partition", "ready", "waiting"})
 _LOST_HOST = Fault(0, "never", kind="zombie")  # it strikes nobody; a world with it has a host for each worker
 
 
-def begun(case: Case) -> World:
+W = TypeVar("W", bound=World)
+
+
+def begun(case: Case, world_of: type[W]) -> W:
     """Returns the world of a case, already at its first epoch if the start of the shape is that of the case."""
     is_early = any(fault.point in _POINTS or (fault.point == "moment" and fault.at <= MOMENTS) for fault in case.faults)
     if case.spread or case.deaths or is_early:
-        return World(case)
-    world = _beginning(replace(case, seed=0, faults=(_LOST_HOST,) if case.loses_a_host else ()))()
+        return world_of(case)
+    start = replace(case, seed=0, faults=(_LOST_HOST,) if case.loses_a_host else ())
+    make: Callable[[Case], World] = world_of
+    world: W = _beginning(start, make)()
     world.takes(case)
     return world
 
 
 @lru_cache(maxsize=64)
-def _beginning(case: Case) -> Callable[[], World]:
+def _beginning(case: Case, world_of: Callable[[Case], World]) -> Callable[[], Any]:
     """Returns a function that makes worlds at the begin of the first epoch; they share all that never changes."""
-    world = World(case)
+    world = world_of(case)
     world.run(until_begun=True)
     written = io.BytesIO()
     pickler = _Pickler(written)
     pickler.dump(world)
     text, shared = written.getvalue(), pickler.shared
 
-    def copy() -> World:
+    def copy() -> Any:
         reader = _Unpickler(io.BytesIO(text))
         reader.shared = shared
-        made: World = reader.load()
-        return made
+        return reader.load()
 
     return copy
 

@@ -82,12 +82,12 @@ _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT, Op.W: W
 
 def key_of(kind: int, pipeline: int, stage: int, index: int = 0) -> int:
     """Returns the number of a value."""
-    return kind << 24 | pipeline << 16 | stage << 8 | index
+    return kind << 36 | pipeline << 24 | stage << 12 | index
 
 
 def parts_of(key: int) -> tuple[int, int, int, int]:
     """Returns kind, pipeline, stage and index of a value."""
-    return key >> 24, key >> 16 & 255, key >> 8 & 255, key & 255
+    return key >> 36, key >> 24 & 4095, key >> 12 & 4095, key & 4095
 
 
 class Compiled(NamedTuple):

@@ -32,19 +32,20 @@ class History:
 
 def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
     """Returns the history of a case."""
-    return _history(_world_of(case)(case, tell))
+    return history_of(_world_of(case)(case, tell))
 
 
 def run_on(case: Case) -> History:
     """Returns the same history sooner: cases of one shape share their start."""
-    return _history(_world_of(case)(case) if case.hosts or case.sleeps else begun(case))
+    return history_of(_world_of(case)(case) if case.hosts or case.sleeps else begun(case, World))
 
 
 def _world_of(case: Case) -> type[World]:
     return HostWorld if case.hosts else SleepWorld if case.sleeps else World
 
 
-def _history(world: World) -> History:
+def history_of(world: World) -> History:
+    """Runs a world to its end, and returns its history."""
     gc.disable()  # nearly all of a world lives until its end: a look at it meanwhile finds nothing
     problem = ""
     try:

@@ -51,7 +51,7 @@ MOST_RESTARTS = 3
 ASKED = "policy wants other owners"
 _SAID_ONCE = (KeptMessage, VoteMessage)  # no coordinator asks for it again in an epoch
 _CODES = (-9, -11, 0, 1)  # of a process that dies
-_NODES = [f"node-{number}" for number in range(64)]
+_NODES = [f"node-{number}" for number in range(1024)]
 
 
 @cache

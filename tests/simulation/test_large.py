@@ -1,0 +1,52 @@
+"""Large jobs on hosts of eight workers: deaths and lost hosts, with counts of all messages."""
+
+from __future__ import annotations
+
+from engine.core.ownership import Ownership
+from engine.core.protocol.state import Phase
+from tests.simulation.beginning import begun
+from tests.simulation.case import Case, Fault
+from tests.simulation.large import LOSS, LargeWorld, figures, large_case, ran
+from tests.simulation.run import history_of
+
+WORKERS = 32
+LOST_HOST = Case(stages=WORKERS, microbatches=2, steps=2, faults=(Fault(11, "moment", 9, LOSS),))
+
+
+class BesideWorld(LargeWorld):
+    """A planted bug: shadows stand on the host of the owner."""
+
+    def placed(self, ownership: Ownership, case: Case) -> Ownership:
+        """Returns the ownership as it is."""
+        return ownership
+
+
+def test_deaths_and_lost_hosts_keep_every_promise() -> None:
+    histories = [ran(large_case(WORKERS, number))[1] for number in range(12)]
+    assert {history.problem for history in histories} == {""}
+    assert {history.phase for history in histories} == {Phase.FINISHED}
+    assert {history.struck[0].kind for history in histories} == {"kill", LOSS}
+
+
+def test_a_lost_host_is_one_epoch_and_its_shadows_beside_it_would_lose_the_state() -> None:
+    _, history = ran(LOST_HOST)
+    assert (history.problem, history.phase, history.epoch) == ("", Phase.FINISHED, 2)
+    history = history_of(begun(LOST_HOST, BesideWorld))
+    assert history.phase is Phase.HALTED
+
+
+def test_a_failure_costs_each_worker_an_order_an_answer_a_plan_a_digest_and_a_start() -> None:
+    usual, _ = ran(Case(stages=WORKERS, microbatches=2, steps=2))
+    world, history = ran(LOST_HOST)
+    survivors = WORKERS - 8
+    assert history.epoch == 2
+    more = world.counts - usual.counts
+    for name in ("InventoryMessage", "PlanMessage", "PlannedMessage", "GoMessage"):
+        assert survivors <= more[name] <= WORKERS, name
+    assert world.sizes["PlanMessage"] > world.sizes["InventoryMessage"]
+
+
+def test_figures_are_for_each_kind_of_failure() -> None:
+    first, second, last = figures(WORKERS, 12)
+    assert first.startswith("    32 workers, death: ") and second.startswith("    32 workers, loss of a host: ")
+    assert "s for a case; most bytes: PlanMessage" in last
