@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -85,6 +85,10 @@ soak-repairs: $(TEST_STAMP)
 # The dry run of every schedule in every shape, against the formulas of the literature: minutes on one core.
 soak-formulas: $(TEST_STAMP)
 	.venv/bin/python -m tests.core.soak_formulas
+
+# Fifteen models of transformers in three stages with a death, beside plain loops: some four minutes on one core.
+soak-zoo: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.hf_soak
 
 # Real processes, some five minutes on two cores; SEED=1000 tries other kills.
 SEED ?= 0

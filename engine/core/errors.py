@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice
 from typing import Literal, TypeVar
@@ -148,6 +148,12 @@ def problems_of(*checks: Callable[[], object]) -> list[Problem]:
     for check in checks:
         noting(problems, check)
     return problems
+
+
+def explained(error: UserError, field: str, notes: Iterable[str]) -> UserError:
+    """Returns an error with notes in the hints of the mistakes in a field."""
+    hints = [("; ".join(filter(None, (*notes, problem.hint))), problem) for problem in error.problems]
+    return UserError(replace(problem, hint=hint) if problem.field == field else problem for hint, problem in hints)
 
 
 def noting(problems: list[Problem], check: Callable[[], Value]) -> Value | None:

@@ -63,15 +63,29 @@ class DataFacts:
             raise ValueError(f"DataFacts: expected one of {', '.join(get_args(Task))} as task, found {self.task!r}")
 
 
+class ColumnDict(dict[str, Tensor]):
+    """The columns of a microbatch by name; ``batch.labels`` is ``batch["labels"]``, as in transformers."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Returns a column; raises AttributeError for another name."""
+        if name not in self:
+            raise AttributeError(f"no column {name!r} among {', '.join(self)}")
+        return self[name]
+
+
 class InputSelection(NamedTuple):
-    """The inputs that a function takes, as numbers: by position, and by name."""
+    """The inputs that a function takes, as numbers: by position, by name, or as one dict of all."""
 
     positions: tuple[int, ...]
     names: Mapping[str, int]
+    is_dict: bool = False
 
-    def chosen(self, inputs: Tensors) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    def chosen(self, inputs: Tensors) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
         """Returns the positional and the named arguments of the function."""
-        return tuple(inputs[each] for each in self.positions), {name: inputs[at] for name, at in self.names.items()}
+        named = {name: inputs[at] for name, at in self.names.items()}
+        if self.is_dict:
+            return (ColumnDict(named),), {}
+        return tuple(inputs[each] for each in self.positions), named
 
 
 class Columns(NamedTuple):
@@ -84,7 +98,8 @@ class Columns(NamedTuple):
         """Returns the inputs that a function takes; `targets` are parameters that get the targets.
 
         It takes those that it has a parameter for, the target too; with ``**`` all others by name. A function that
-        names none of them takes the only one by position, or all with ``*``. Raises UserError if it cannot be called.
+        names none of them takes the only one by position, or all with ``*``; one with a single parameter takes several
+        as one dict, the target too, and so does ``forward(self, batch)``. Raises UserError if it cannot be called.
         """
         at = {name: index for index, name in enumerate(self.names)}
         others = [name for name in self.names if name != self.target]
@@ -93,6 +108,9 @@ class Columns(NamedTuple):
         named = {each.name: at[each.name] for each in parameters if each.name in at}
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return InputSelection((), {name: at[name] for name in others} | named)
+        is_dict = not named and len(parameters) == 1 and _is_positional(parameters[0])
+        if is_dict and (len(others) > 1 or parameters[0].name == "batch"):
+            return InputSelection((), at, is_dict=True)
         if not named and (len(others) == 1 or inspect.Parameter.VAR_POSITIONAL in kinds):
             return InputSelection(tuple(at[name] for name in others), {})
         is_lacking = any(each.default is each.empty and each.name not in named for each in parameters)
@@ -101,6 +119,10 @@ class Columns(NamedTuple):
             expected = f"columns that the first layer takes ({wanted})"
             raise UserError([Problem("data", expected, ", ".join(self.names), "a collate function can name them")])
         return InputSelection((), named)
+
+
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
 
 
 @runtime_checkable

@@ -70,7 +70,7 @@ class Model:
     the uses of each buffer that several layers have copies of, as (layer index, buffer name): no forward may change it.
     With `is_cut_by_sample`, dimension 0 of all that the loss takes is the sample, and the loss of the first samples is
     that of their rows. In evaluation the loss takes the first `num_loss_outputs` outputs and metrics take the others;
-    with 0, both take all.
+    with 0, both take all. `notes` are for the user: what could not be split.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -82,6 +82,7 @@ class Model:
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     is_cut_by_sample: bool = True
     num_loss_outputs: int = 0
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""

@@ -61,8 +61,15 @@ def _parted(made: object) -> tuple[object, object]:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (nn.Module, Model)):
         module, given = made
         if isinstance(given, (Tensor, tuple, list, Mapping)) and not callable(given):
-            return module, given
-    return made, None
+            return _uncompiled(module), given
+    return _uncompiled(made), None
+
+
+def _uncompiled(made: object) -> object:
+    """Returns the module that ``torch.compile(module)`` wraps: its calls would hide every operation."""
+    while isinstance(made, nn.Module) and isinstance(inner := made._modules.get("_orig_mod"), nn.Module):
+        made = inner
+    return made
 
 
 def _model_of(factory_name: str, made: object) -> Model:

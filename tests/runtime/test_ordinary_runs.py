@@ -21,7 +21,9 @@ from engine.core.checks.trajectory import trajectory_hash
 from engine.core.job.job import Job
 from engine.core.random_key import random_key
 from engine.files.checkpoint_folder import CheckpointName, checkpoints_at
+from engine.models.data import Columns
 from engine.models.data_sources import open_data
+from engine.models.layers import Batch
 from engine.models.losses import default_loss
 from engine.models.user_factory import made_by
 from engine.runtime.checkpoint.export import export
@@ -76,7 +78,7 @@ def plain_loop(job: Job, *, unties: bool = True) -> State:
         for pipeline, replica in enumerate(replicas):
             for microbatch in range(job.microbatches):
                 batch = data.microbatch(step, pipeline, microbatch, job.microbatch_size)
-                (_loss(replica, batch.inputs[0], batch.targets[0]) / job.microbatches).backward()
+                (_loss(replica, batch, data.facts.form) / job.microbatches).backward()
         gradients = {name: _mean([replica[name].grad for replica in uses]) for name in uses[0]}
         for name, each in uses[0].items():
             if name not in names:  # a further use
@@ -113,7 +115,14 @@ def _mean(gradients: list[Tensor | None]) -> Tensor | None:
     return None if total is None else total / len(gradients)
 
 
-def _loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def _loss(module: nn.Module, batch: Batch, form: object) -> Tensor:
+    inputs, targets = batch.inputs[0], batch.targets[0]
+    if isinstance(form, Columns):
+        args, kwargs = form.taken_by(module.forward).chosen(batch.inputs)
+        made = module(*args, **kwargs)
+        loss = made.get("loss") if isinstance(made, dict) else None
+        outputs = next(each for each in made.values() if each is not None) if isinstance(made, dict) else made
+        return loss if loss is not None else default_loss((outputs,), batch.targets)
     if "labels" in inspect.signature(module.forward).parameters:
         return module(inputs, labels=targets).loss
     made = module(inputs)

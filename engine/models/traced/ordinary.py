@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, UserError, explained
 from engine.core.job.job import PERPLEXITY, Job, named_metrics
 from engine.models.data import Data
 from engine.models.layers import LayerSpec, Model, ModuleCopy, Tensors
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept
-from engine.models.traced.pieces import Cut, PlannedPiece, Splitter, choose_cuts, is_by_sample, names_of, place_of
-from engine.models.traced.recorded import Example, recorded, with_given
+from engine.models.traced.pieces import (
+    Cut,
+    PlannedPiece,
+    Splitter,
+    choose_cuts,
+    holds_cuts,
+    is_by_sample,
+    names_of,
+    place_of,
+)
+from engine.models.traced.reads import WholePart, notes_on, unsteady
+from engine.models.traced.recorded import Example, OpenedParts, recorded, with_given
 from engine.models.traced.recording import (
     CodeLine,
     LeafCall,
@@ -38,6 +49,7 @@ _ONE_LAYER = (
     "read it where it is changed, as in `count = self.count.clone()`, and use that tensor later; or choose "
     "a --split that leaves both lines in one layer"
 )
+_TRIED = (1, 2)  # steps whose first microbatch has to read the values of the record
 _OTHER_SPLIT = "split the module where its tensors are the same in both"
 
 
@@ -68,20 +80,11 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     example = Example(batch, data.facts.form, autocast, has_metrics)
     if given is not None:
         example = with_given(module, example, given)
-    leaves: frozenset[str] = frozenset()
-    while True:
-        try:
-            traces = [recorded(module, example, leaves, is_training) for is_training in (True, False)]
-            splitters = [Splitter(trace) for trace in traces]
-            break
-        except UnrecordableError as error:
-            # The smallest submodule around the line runs as it is; the model itself cannot.
-            paths = (error.path.rsplit(".", up)[0] for up in range(error.path.count(".") + 1) if error.path)
-            leaf = next((path for path in paths if path not in leaves), None)
-            if leaf is None:
-                raise refused(error) from error
-            leaves |= {leaf}
-    cuts = choose_cuts(job.split, module, traces[0], splitters[0])
+    traces, splitters, notes = _opened(module, example, job, data)
+    try:
+        cuts = choose_cuts(job.split, module, traces[0], splitters[0])
+    except UserError as error:
+        raise explained(error, "split", notes) from None
     planned = [_planned(cuts, trace, splitter) for trace, splitter in zip(traces, splitters, strict=True)]
     _refuse_other_borders(cuts, traces, planned)
     _refuse_buffers_of_two_layers(traces[0], planned[0])
@@ -91,6 +94,57 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
             names_of(cuts, traces[0]), _pieces(module, traces, planned, _device_of(job)), strict=True
         )
     ]
+    return replace(_with_loss(job, layers, traces, splitters, has_metrics), notes=notes)
+
+
+def _opened(
+    module: nn.Module, example: Example, job: Job, data: Data
+) -> tuple[list[Trace], list[Splitter], tuple[str, ...]]:
+    """Returns the records of training and of evaluation, opened as far as can be, and notes on what stays whole."""
+    opening, varying, whole = OpenedParts(), set[CodeLine](), list[WholePart]()
+    while True:
+        try:
+            traces = _traces(module, example, opening)
+            splitters = [Splitter(trace) for trace in traces]
+            others = _unsteady_lines(module, example, opening, traces, job, data) if opening.checked else set()
+        except UnrecordableError as error:
+            # The smallest submodule around the line runs as it is; the model itself cannot.
+            paths = (error.path.rsplit(".", up)[0] for up in range(error.path.count(".") + 1) if error.path)
+            leaf = next((path for path in paths if path not in opening.leaves), None)
+            if leaf is None:
+                raise refused(error) from error
+            has_blocks = holds_cuts(job.split, module, leaf)
+            if has_blocks and error.is_checkable and error.line not in varying:
+                opening = opening._replace(checked=opening.checked | {error.line})
+                continue
+            opening = opening._replace(leaves=opening.leaves | {leaf})
+            whole += [WholePart(leaf, error)] * has_blocks
+            continue
+        if not others:
+            return traces, splitters, notes_on(whole)
+        varying |= others
+        opening = opening._replace(checked=opening.checked - others)
+
+
+def _traces(module: nn.Module, example: Example, opening: OpenedParts) -> list[Trace]:
+    return [recorded(module, example, opening, is_training) for is_training in (True, False)]
+
+
+def _unsteady_lines(
+    module: nn.Module, example: Example, opening: OpenedParts, traces: list[Trace], job: Job, data: Data
+) -> set[CodeLine]:
+    """Returns the lines that read other values in other microbatches, the same ones for every number of steps."""
+    lines = set[CodeLine]()
+    for step in _TRIED:
+        other = example._replace(batch=data.microbatch(step, 0, 0, job.microbatch_size))
+        lines |= unsteady(traces, _traces(module, other, opening))
+    return lines
+
+
+def _with_loss(
+    job: Job, layers: list[LayerSpec], traces: list[Trace], splitters: list[Splitter], has_metrics: bool
+) -> Model:
+    """Returns the model of some layers, with the loss that the module returns or the default one."""
     tails, kind = [splitter.loss() for splitter in splitters], _device_of(job)
     if tails[0] is None or tails[1] is None:
         return Model(tuple(layers), default_loss)

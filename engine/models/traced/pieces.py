@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from typing import NamedTuple
 
 from torch import nn
@@ -66,9 +65,16 @@ class Splitter:
         self._last_use = self._last_uses()
 
     def crossing(self, cut: int) -> tuple[TracedValue, ...]:
-        """Returns the values that later pieces read and earlier ones make, in the order in which they were made."""
+        """Returns the values that later pieces read and earlier ones make, in order of type and shape, then of time.
+
+        Training and evaluation may make the same values in another order: a dropout is one operation more.
+        """
         values = (value for value, last in self._last_use.items() if last >= cut and self._made_at(value) < cut)
-        return tuple(sorted(values, key=attrgetter("number")))
+        return tuple(sorted(values, key=self._rank))
+
+    def _rank(self, value: TracedValue) -> tuple[str, tuple[int, ...], int]:
+        dtype, shape = self.trace.shapes[value]
+        return str(dtype), tuple(shape), value.number
 
     def can_cut(self, cut: int) -> bool:
         """Returns whether a cut keeps the meaning: no later operation overwrites a memory that two tensors share."""
@@ -258,6 +264,19 @@ def choose_cuts(split: str, module: nn.Module, trace: Trace, splitter: Splitter)
     return _joined(_around(trace, lambda path: path in units), trace, splitter)
 
 
+def holds_cuts(split: str, module: nn.Module, path: str) -> bool:
+    """Returns whether `split` may cut a module inside of its submodule `path`."""
+    inside = [each for each, _ in module.named_modules() if each.startswith(f"{path}.")]
+    if split and not split.isdecimal():
+        patterns = [each.strip() for each in split.split(",") if each.strip()]
+        return any(_matches(pattern, each) for pattern in patterns for each in inside)
+    return not {*_units(module, "")}.isdisjoint(inside)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return fnmatchcase(path, pattern) and pattern.count(".") == path.count(".")
+
+
 def place_of(cut: Cut, trace: Trace) -> int | None:
     """Returns the number of the operation before which a cut lies in a trace; None if it has no such call."""
     calls = (call for call in trace.calls if (call.path, call.count) == (cut.path, cut.call))
@@ -332,10 +351,7 @@ def _fits(place: int, splitter: Splitter) -> bool:
 def _named(split: str, module: nn.Module, trace: Trace, splitter: Splitter) -> list[Cut]:
     patterns = [each.strip() for each in split.split(",") if each.strip()]
     paths = list(dict.fromkeys(call.path for call in trace.calls if call.path))
-    matches = {
-        pattern: [path for path in paths if fnmatchcase(path, pattern) and pattern.count(".") == path.count(".")]
-        for pattern in patterns
-    }
+    matches = {pattern: [path for path in paths if _matches(pattern, path)] for pattern in patterns}
     expected = "names of submodules that the forward calls, such as"
     problems = [
         Problem("split", f"{expected} {_near(pattern, module, paths)}", repr(pattern))

@@ -22,6 +22,7 @@ from engine.core.errors import Problem, UserError
 from engine.models.data import Columns
 from engine.models.layers import Batch, ModuleCopy, Tensors, flatten, parts_of, unflatten
 from engine.models.losses import shapes_of
+from engine.models.traced.reads import answering
 from engine.models.traced.recorder import CallRecorder
 from engine.models.traced.recording import (
     DRAW,
@@ -54,16 +55,27 @@ class Example(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """A call of the forward, and the tensors in it: the inputs of the microbatch, and the targets that it takes."""
+    """The call of the forward, and the tensors in it: the inputs of the microbatch, and the targets that it takes.
+
+    A forward that takes all columns as one dict `may_ignore_targets`: its result tells.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: Tensors
     targets: Tensors
+    may_ignore_targets: bool = False
 
 
-def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_training: bool) -> Trace:
-    """Returns the record of one forward; submodules at the paths in `leaves` are called as a whole.
+class OpenedParts(NamedTuple):
+    """How far a module is opened: submodules at the paths in `leaves` are called as a whole; lines are `checked`."""
+
+    leaves: frozenset[str] = frozenset()
+    checked: frozenset[CodeLine] = frozenset()
+
+
+def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_training: bool) -> Trace:
+    """Returns the record of one forward of a module that is opened so far.
 
     Raises UnrecordableError for a line that cannot be recorded, UserError for a result that has no output or no loss.
     """
@@ -75,7 +87,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     attributes = attributes_of(copied)
     positions = _positions()
     with _as_in_a_stage(example, is_training):
-        recorder = CallRecorder(copied, call.inputs, call.targets, leaves)
+        recorder = CallRecorder(copied, call.inputs, call.targets, *opening)
         with running("the forward of the model", copied, _columns_text(example)):
             result = recorder.run(lambda made: made(*call.args, **call.kwargs))
         for name, position in _positions().items():
@@ -83,7 +95,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
                 raise UnrecordableError(f"the forward draws from {name}", DRAW, _line_of_draw(copied, call), "")
     recorder.note_buffers(before)
     trace = recorder.trace
-    trace.is_loss = bool(call.targets)
+    trace.is_loss = bool(call.targets) and not (call.may_ignore_targets and _is_without_loss(result))
     chosen = _chosen(result, trace.is_loss)
     trace.outputs = tuple(recorder.source(each) for each in chosen)
     if trace.is_loss and example.has_metrics and not is_training:
@@ -99,7 +111,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     if changed := difference(attributes, afterwards, called):
         _restore_buffers(module, copied, before)
         again = bound(copied, example)
-        with _as_in_a_stage(example, is_training), running("the second forward of the model", copied):
+        with _as_in_a_stage(example, is_training), running("the second forward of the model", copied), answering():
             outputs = _chosen(copied(*again.args, **again.kwargs), trace.is_loss)
         changing = difference(afterwards, attributes_of(copied), called)
         if changing or text_of(outputs) != text_of(chosen):
@@ -122,12 +134,18 @@ def bound(module: nn.Module, example: Example) -> ForwardCall:
     if isinstance(form, Columns):
         targeted = {*TARGETS} - {*form.names} | {form.target}
         names = [each.name for each in parameters if each.name in targeted]
-        args, kwargs = form.taken_by(module.forward, names).chosen(inputs)
+        taken = form.taken_by(module.forward, names)
+        if taken.is_dict and form.target:
+            target = example.batch.targets[0].clone()
+            of_names = zip(form.names, inputs, strict=True)
+            args, _ = taken.chosen(tuple(target if name == form.target else each for name, each in of_names))
+            return ForwardCall(args, {}, inputs, (target,), may_ignore_targets=True)
+        args, kwargs = taken.chosen(inputs)
     else:
         args, kwargs = (inputs, {}) if form is None else unflatten(form, inputs)
         at = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        taken = {*at[: len(args)], *kwargs}
-        names = [each.name for each in parameters if each.name in TARGETS and each.name not in taken]
+        given = {*at[: len(args)], *kwargs}
+        names = [each.name for each in parameters if each.name in TARGETS and each.name not in given]
     targets = tuple(each.clone() for each in example.batch.targets[: len(names)])
     return ForwardCall(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
 
@@ -184,6 +202,13 @@ def _positions() -> dict[str, object]:
 
 def _chosen(result: Any, is_loss: bool) -> Tensors:
     return _loss_in(result) if is_loss else _outputs_in(result)
+
+
+def _is_without_loss(result: Any) -> bool:
+    """Returns whether a forward that was given the targets returns outputs alone."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    is_scalar = isinstance(result, Tensor) and result.numel() == 1
+    return loss is None and not is_scalar and not isinstance(result, tuple)
 
 
 def _loss_in(result: Any) -> Tensors:

@@ -4,8 +4,9 @@ Every function of torch that the module calls is recorded with its arguments, an
 and the same gradients. What a forward does beside that does not happen again: Python code, prints, plain attributes.
 
 Rules: only facts such as shapes and types may leave a tensor that depends on data or weights, so that every microbatch
-takes the same path. An ATen op dispatched outside a recorded call is refused: the function mode did not see it. A
-submodule that cannot be recorded becomes one operation, which calls it; a model that cannot is refused.
+takes the same path; `engine.models.traced.reads` has what becomes of a value. An ATen op dispatched outside a recorded
+call is refused: the function mode did not see it. A submodule that cannot be recorded becomes one operation, which
+calls it; a model that cannot is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import numbers
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -25,6 +27,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.models.layers import Tensors, flatten, unflatten
+from engine.models.traced.optional_masks import optional_masks
+from engine.models.traced.reads import (
+    ValueCheck,
+    answering,
+    has_sizes_by_value,
+    is_assertion,
+    is_checkable,
+    is_silent,
+    sizing_args,
+)
 from engine.models.traced.recording import (
     REGISTER,
     SUBMODULE,
@@ -119,24 +131,37 @@ _FACTS = frozenset(
     is_inference is_conj is_neg __hash__ _is_view
     """.split()
 )
+_SIZES = frozenset("shape size numel nelement __len__ stride is_same_size nbytes".split())  # which values can decide
+_PARTS = frozenset("__iter__ unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
 _MODES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})  # each operation knows its context
 _PLAIN = (numbers.Number, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type)
 
 
 class CallRecorder(TorchFunctionMode):
-    """Records the forward of `module`; submodules at the paths in `leaves` are called as a whole."""
+    """Records the forward of `module`; submodules at the paths in `leaves` are called as a whole.
 
-    def __init__(self, module: nn.Module, inputs: Tensors, targets: Tensors, leaves: frozenset[str]):
+    A value that one of the lines in `checked` reads is recorded as a check of that value.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Tensors,
+        targets: Tensors,
+        leaves: frozenset[str],
+        checked: frozenset[CodeLine] = frozenset(),
+    ):
         super().__init__()
         self.trace = Trace(base=_context())
-        self._module, self._leaves = module, leaves
+        self._module, self._leaves, self._checked = module, leaves, checked
         self._names: dict[int, list[NamedState]] = {}  # by id of a parameter or buffer
         self._values: dict[int, TracedValue] = {}  # by id of any other tensor
         self._memories: dict[int, int] = {}  # by address of the storage object
         self._alive: list[Any] = []  # keeps ids and addresses unique
         self._of_data: set[TensorSource] = set()  # values that depend on data, weights or random numbers
         self._path: list[str] = []
-        self._draws, self._work = False, 0
+        self._sized_by_values: set[TracedValue] = set()  # whose sizes depend on data, as those of nonzero
+        self._draws, self._work, self._sizes = False, 0, False  # of the running operation
         self._is_inside = False
         for place, tensor in places_of(module):
             self._names.setdefault(id(tensor), []).append(place)
@@ -148,6 +173,8 @@ class CallRecorder(TorchFunctionMode):
         """Runs `call` with the module and returns its result. Raises UnrecordableError."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(recorded_functions(self._is_recording, self.record))
+            stack.enter_context(answering(self.is_traced))
+            stack.enter_context(optional_masks(self))
             for path, module in self._module.named_modules():
                 stack.callback(module.register_forward_pre_hook(functools.partial(self._enter, path)).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
@@ -181,6 +208,7 @@ class CallRecorder(TorchFunctionMode):
         if not self._is_inside:
             raise self.refusal(f"{function} runs where torch shows no function to a TorchFunctionMode", SUBMODULE)
         self._draws |= torch.Tag.nondeterministic_seeded in function.tags
+        self._sizes |= has_sizes_by_value(function, args)
         self._work += work_of(function, args, result)
 
     def __torch_function__(
@@ -191,6 +219,7 @@ class CallRecorder(TorchFunctionMode):
         if self._is_inside or _name(func) in _MODES:
             return func(*args, **kwargs)
         if func is Tensor.__iter__:
+            self._refuse_parts(func, args, "iterates over")
             with self:
                 return iter(args[0].unbind(0))
         return self.record(func, func, args, kwargs)
@@ -201,7 +230,7 @@ class CallRecorder(TorchFunctionMode):
         operation = TorchCall(
             target, self._plain(args, target), self._plain(kwargs, target), None, CodeLine(), _context()
         )
-        self._is_inside, self._draws, self._work = True, False, 0
+        self._is_inside, self._draws, self._work, self._sizes = True, False, 0, False
         try:
             result = run(*args, **kwargs)
         finally:
@@ -209,7 +238,7 @@ class CallRecorder(TorchFunctionMode):
         if result is NotImplemented:
             return result
         written = [each for each, version in before if each._version != version]
-        if not written and not any(True for _ in tensors_in(result)) and not isinstance(target, LeafCall):
+        if not written and not any(True for _ in tensors_in(result)) and not is_silent(target):
             return self._leaves_torch(target, operation, result)
         for source in map(self.source, written):
             if isinstance(source, HeldTensor):
@@ -224,7 +253,11 @@ class CallRecorder(TorchFunctionMode):
                 place for place, _ in places_of(self._module) if place.name.startswith(f"{target.path}.")
             )
         is_of_data = self._draws or any(self._depends(each) for each in operation.sources())
+        if isinstance(result, (tuple, list)) and not self._sizes:
+            self._refuse_parts(target, args, "cuts")
         operation.results = self._results(result, is_of_data)
+        if self._sizes or any(map(self._is_sized, sizing_args(_name(target), args))):
+            self._sized_by_values |= {each for each in operation.values() if self.trace.shapes[each][1]}
         if is_of_data:
             self._of_data |= {self._values[id(each)] for each in written if id(each) in self._values}
         self.trace.operations.append(operation)
@@ -243,12 +276,39 @@ class CallRecorder(TorchFunctionMode):
 
     def _leaves_torch(self, target: Any, operation: TorchCall, result: Any) -> Any:
         """Returns the result of a call without tensors, which must be a fact about tensors or depend on none."""
-        name = _name(target)
-        if name not in _FACTS and (result is None or any(self._depends(each) for each in operation.sources())):
-            if result is None:
-                raise self.refusal(f"{name} changes a tensor unseen", SUBMODULE)
-            raise self.refusal(f"{name} gives Python a value", way_out(name, own_line()))
-        return result
+        name, line = _name(target), own_line()
+        is_size = name in _SIZES and any(source in self._sized_by_values for source in operation.sources())
+        if name in _FACTS and not is_size:
+            return result
+        if result is not None and not any(self._depends(each) for each in operation.sources()):
+            return result
+        if result is None:
+            raise self.refusal(f"{name} changes a tensor unseen", SUBMODULE)
+        is_checked = line in self._checked or is_assertion()
+        if is_checkable(result) and is_checked:
+            self.trace.operations.append(replace(operation, function=ValueCheck(target, result, line), line=line))
+            return result
+        error = self.refusal(f"{name} gives Python a value", way_out(name, line))
+        error.is_checkable = is_checkable(result)
+        raise error
+
+    def _refuse_parts(self, target: Any, args: tuple[Any, ...], does: str) -> None:
+        """Raises the error about a tensor of unknown size whose parts become several tensors."""
+        if any(map(self._is_sized, args)) and _name(target) in _PARTS:
+            raise self.refusal(f"{_name(target)} {does} a tensor whose size depends on values", SUBMODULE)
+
+    def _is_sized(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and self._values.get(id(tensor)) in self._sized_by_values
+
+    def memory(self, tensor: Tensor) -> int | None:
+        """Returns the number of the memory in which a tensor of this forward lies; None for another tensor."""
+        return self.trace.memory.get(self._values[id(tensor)]) if id(tensor) in self._values else None
+
+    def is_traced(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor depends on data or weights, and an operation on it would be recorded."""
+        if self._is_inside or not self._is_known(tensor):
+            return False
+        return id(tensor) in self._names or self._values[id(tensor)] in self._of_data
 
     def _is_known(self, tensor: Tensor) -> bool:
         return id(tensor) in self._names or id(tensor) in self._values

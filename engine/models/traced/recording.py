@@ -206,11 +206,15 @@ _EXPECTED = "a module whose forward does the same torch operations for every mic
 
 
 class UnrecordableError(Exception):
-    """A line of the user's forward cannot be recorded; `path` is the submodule that ran it, empty for the model."""
+    """A line of the user's forward cannot be recorded; `path` is the submodule that ran it, empty for the model.
+
+    With `is_checkable` the line reads a value that each microbatch can compare.
+    """
 
     def __init__(self, words: str, hint: str, line: CodeLine, path: str):
         super().__init__(words)
         self.words, self.hint, self.line, self.path = words, hint, line, path
+        self.is_checkable = False
 
 
 def refused(error: UnrecordableError) -> UserError:

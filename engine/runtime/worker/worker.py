@@ -37,6 +37,7 @@ from engine.core.errors import (
     TransferFailedError,
     UserError,
     WorkerException,
+    explained,
 )
 from engine.core.faults.fault import from_plain
 from engine.core.history.process_records import KnownRecord
@@ -421,8 +422,12 @@ def _cut(
     if job.param_groups:
         check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
     names = tuple(layer.name for layer in model.layers)
-    notes = unmeasured(job, model, data)
-    control.send(messages.CutMessage(_partition(job, model, data, device), names, data.num_samples, notes))
+    notes = (*model.notes, *unmeasured(job, model, data))
+    try:
+        starts = _partition(job, model, data, device)
+    except UserError as error:
+        raise explained(error, "stages", model.notes) from None
+    control.send(messages.CutMessage(starts, names, data.num_samples, notes))
 
 
 def _partition(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:
