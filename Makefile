@@ -88,6 +88,7 @@ soak-formulas: $(TEST_STAMP)
 
 # Fifteen models of transformers in three stages with a death, beside plain loops: some four minutes on one core.
 soak-zoo: $(TEST_STAMP)
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt peft
 	.venv/bin/python -m tests.e2e.hf_soak
 
 # Real processes, some five minutes on two cores; SEED=1000 tries other kills.

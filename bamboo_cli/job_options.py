@@ -22,6 +22,7 @@ from bamboo_cli.echo import echo
 from bamboo_cli.run_options import TrustCode, caller_layer, tell_untrusted
 from engine.core.checkpoint_rules import keeps_any
 from engine.core.errors import BambooError, Problem, UserError, noting, problems_of
+from engine.core.job.hugging_face import hugging_face_fields
 from engine.core.job.job import ARGS_FIELDS, Job
 from engine.files.jobs.job_value import FIELD_HELP, FIELD_TYPES
 from engine.files.jobs.resolved_job import ResolvedJob
@@ -153,6 +154,22 @@ def _answered(place: str, kind: type[Found], find: Callable[[Callable[[str], obj
     return value_of(plain, kind, "the answer")
 
 
+HfModel = Annotated[
+    str | None,
+    typer.Option(
+        "--hf",
+        metavar="ID|DIR",
+        help="Train a model of transformers: its ID on the Hub, or a folder. Its tokenizer reads FILE.txt of --data.",
+        rich_help_panel="Job",
+        show_default=False,
+    ),
+]
+HfRandom = Annotated[
+    bool,
+    typer.Option(
+        "--hf-random", help="With --hf: draw the weights at random; only the config is read.", rich_help_panel="Job"
+    ),
+]
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
 _DEFAULTS = {each.name: each.default for each in fields(Job)}
@@ -254,10 +271,12 @@ def resolve_options(
     from engine.files.jobs.job_file import resolve_job
     from engine.harness.job_checks import named, offered, readable
 
-    flags = flag_texts(values)
+    of_model, args = hugging_face_fields(values.get("hf") or "", values.get("hf_random", False), values)
+    flags = flag_texts(values) | of_model
+    settings = [*(f"{name}={json.dumps(value)}" for name, value in args.items()), *(values["set"] or ())]
     check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
-    layers = values["job_file"], os.environ, values["set"] or (), flags
+    layers = values["job_file"], os.environ, settings, flags
     resolved = resolve_job(*layers, offered=check, kept=kept, last=last)
     tell_untrusted(resolved.foreign if is_plan else (), check)
     return resolved
@@ -300,6 +319,7 @@ def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
     parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]
     parameters += [_parameter("set", Annotated[list[str] | None, setting])]
+    parameters += [_parameter("hf", HfModel), _parameter("hf_random", HfRandom, default=False)]
     return [*parameters, _parameter("trust_code", TrustCode, default=False)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from engine.api.import_paths import folders_of, import_path
 from engine.api.run import WITHIN, Callback, RunChild, TrainingRun, print_program
 from engine.core.errors import Problem, UserError
+from engine.core.job.hugging_face import hugging_face_fields
 from engine.core.job.job import Job
 
 __all__ = ["TrainingRun", "dry_run", "resume", "train"]
@@ -38,14 +39,17 @@ def train(
     etcd_plain_http: bool = False,
     isa: str = "",
     trust_code: bool = False,
+    hf: str | os.PathLike[str] = "",
+    hf_random: bool = False,
     **values: object,
 ) -> TrainingRun:
     """Starts a run as `bamboo run` does, and returns its handle as soon as it has a folder.
 
-    `model` and `data` are names (``mine:small``), or functions, classes, modules and sources of data that a worker
-    can import by name. `job` is a job file, the ``run.json`` of a run, or a `Job`; `values` are fields of the job and
-    override it. The `callbacks` (functions that take every committed step, or loggers) are called in a thread of this
-    process. `quiet` prints no progress. The other arguments are the options of `bamboo run`.
+    `model` and `data` are names (``mine:small``), or functions, classes, modules and sources of data that a worker can
+    import by name. `job` is a job file, the ``run.json`` of a run, or a `Job`; `values` are fields of the job and
+    override it. The `callbacks` (functions of a committed step, or loggers) are called in a thread of this process.
+    `hf` is a model of transformers (ID or folder); `hf_random` draws its weights. `quiet` prints no progress. The other
+    arguments are the options of `bamboo run`.
 
     Raises:
         UserError: with every problem of the job, or because no worker could import a part of it.
@@ -53,12 +57,12 @@ def train(
     """
     _refuse_a_worker()
     flags = _flags(no_twin=not twin, other_bits=other_bits, tee=tee, in_process=in_process, trust_code=trust_code)
-    flags += _flags(etcd_plain_http=etcd_plain_http)
     texts = {"--grace": grace, "--etcd": etcd, "--isa": isa, "--injectable": "" if injectable else "no"}
-    options = [*_file(job), *_kills(kills), *flags]
-    options += [word for name, text in texts.items() if text for word in (name, text)]
+    of_texts = [word for name, text in texts.items() if text for word in (name, text)]
+    options = [*_file(job), *_kills(kills), *flags, *_flags(etcd_plain_http=etcd_plain_http), *of_texts]
     if resume is not None:
         options += ["--resume", str(resume.folder) if isinstance(resume, TrainingRun) else os.fspath(resume)]
+    values, data = _with_hugging_face(os.fspath(hf), hf_random, model, data, values)
     keywords = _keywords(model, data, job, values, has_weights=resume is None)
     child = RunChild(options, keywords, _folders(keywords), quiet=quiet)
     try:
@@ -87,6 +91,19 @@ def dry_run(
     keywords = _keywords(model, data, job, values, has_weights=False)
     options = [*_file(job), *_kills(kills), *(["--trust-code"] if trust_code else [])]
     return print_program(options, keywords, _folders(keywords))
+
+
+def _with_hugging_face(
+    path: str, is_random: bool, model: object, data: object, values: Mapping[str, object]
+) -> tuple[dict[str, object], object]:
+    """Returns the fields given in a call with those of a model of transformers, and the data unless they have it."""
+    of_model, args = hugging_face_fields(path, is_random, {"model": model, "data": data})
+    merged: dict[str, object] = {**values, **of_model}
+    for name, value in args.items():
+        field, _, argument = name.partition(".")
+        given = merged.get(field)
+        merged[field] = {argument: value, **(given if isinstance(given, Mapping) else {})}
+    return merged, data if "data" not in of_model else None
 
 
 def _refuse_a_worker() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from engine.core.errors import StorageError
 from engine.core.history.process_records import ComparisonRecord, NotComparedRecord
 from engine.core.history.run_history import RunHistory, history_of
+from engine.core.job.hugging_face import MODEL as HF_MODEL
 from engine.core.manifest import is_part
 from engine.files.atomic_write import open_to_read
 from engine.files.checkpoint_folder import checkpoints_at
@@ -243,10 +244,15 @@ def export_weights(where: str, results: Path, output: Path, say: Callable[[str],
         StorageError: none of its checkpoints is good, or the output cannot be written.
         UserError: the output has no known form.
     """
-    from engine.runtime.checkpoint.export import export, refuse_output  # torch
+    from engine.models.hugging_face import save_config  # torch
+    from engine.runtime.checkpoint.export import export, refuse_output
 
     refuse_output(output)  # before every byte of the checkpoint is read
     choice = find_checkpoint(where, results, say)
-    done = export(checkpoints_at(choice.origin.place), choice.manifest, output)
+    job = choice.manifest.job
+    beside = (
+        (lambda folder: save_config(job["model_args"], folder)) if job["model"] == HF_MODEL else lambda folder: None
+    )
+    done = export(checkpoints_at(choice.origin.place), choice.manifest, output, beside=beside)
     facts = {"run": choice.manifest.run, "step": choice.manifest.step, "output": str(output)}
     return facts | {"tensors": done.tensors, "bytes": done.num_bytes}

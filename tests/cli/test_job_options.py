@@ -57,6 +57,18 @@ def invoke(*arguments: str) -> tuple[ResolvedJob, object]:
     return seen.pop()
 
 
+def test_hf_stands_for_a_model_and_its_arguments() -> None:
+    resolved, _ = invoke(
+        "run", "--hf", "org/a: b", "--hf-random", "--data", "a.txt", "--set", "model_args.attention=eager"
+    )
+    job = resolved.job
+    assert job.model == "engine.models.hugging_face:pretrained"
+    assert job.model_args == {"path": "org/a: b", "random": True, "attention": "eager"}
+    assert (job.data, job.data_args["tokenizer"]) == ("engine.models.hugging_face:text", "org/a: b")
+    with pytest.raises(UserError, match="--hf: expected no other model beside it, found 'gpt'"):
+        invoke("run", "--hf", "gpt2", "--model", "gpt")
+
+
 def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("job.yaml").write_text("stages: 2\nsteps: 3\n")
     monkeypatch.setenv("BAMBOO_SEED", "5")

@@ -100,44 +100,41 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def made(name: str) -> nn.Module:
-    """Returns the module of a name, with weights from torch's generator."""
+def config_of(name: str) -> Any:
+    """Returns the config of a name, without dropout: a plain loop seeds its draws otherwise."""
     import transformers
 
     kind, config, arguments = CLASSES[name]
-    given = dict(arguments)
-    attention = given.pop("attn_implementation", None)
-    settings = getattr(transformers, config)(**given)
-    if hasattr(settings, "use_cache"):
-        settings.use_cache = False
-    if attention:
-        settings._attn_implementation = attention
-    model: nn.Module = getattr(transformers, kind)(settings)
-    if name == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-    return without_dropout(model)
+    given = {key: value for key, value in arguments.items() if key != "attn_implementation"}
+    settings = getattr(transformers, config)(**given, architectures=[kind])
+    parts = [
+        settings,
+        *(getattr(settings, each) for each in ("text_config", "vision_config") if hasattr(settings, each)),
+    ]
+    for part in parts:
+        for key, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in key or key == "initializer_dropout"):
+                setattr(part, key, 0.0)
+    return settings
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Returns the model without dropout, whose draws are seeded for each layer: a plain loop draws other numbers."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "dropout_p", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+def base() -> nn.Module:
+    """Returns the frozen model under the adapters of `lora_model`, without a cache."""
+    import transformers
+
+    config = config_of("lora")
+    config.use_cache = False
+    model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 
 
-def factory(name: str) -> Callable[[], nn.Module]:
-    """Returns the factory of a name, for a job."""
+def lora_model() -> nn.Module:
+    """Returns a Llama with adapters of peft."""
+    from peft import LoraConfig, get_peft_model
 
-    def make() -> nn.Module:
-        return made(name)
-
-    return make
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model: nn.Module = get_peft_model(base(), adapters)
+    return model
 
 
 def tokens(generator: torch.Generator) -> dict[str, Tensor]:
@@ -194,8 +191,8 @@ def source(name: str) -> Callable[[], DataSets]:
 
 
 def __getattr__(attribute: str) -> Any:
-    """Returns ``NAME_model`` or ``NAME_data``, for jobs, which name functions of a module."""
+    """Returns the source ``NAME_data``, for jobs, which name functions of a module."""
     name, _, kind = attribute.rpartition("_")
-    if name in CLASSES and kind in ("model", "data"):
-        return factory(name) if kind == "model" else source(name)
+    if name in CLASSES and kind == "data":
+        return source(name)
     raise AttributeError(attribute)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
@@ -44,11 +44,15 @@ class ExportedWeights(NamedTuple):
 
 
 def export(
-    folder: CheckpointFolder, manifest: Manifest, output: Path, largest: int = _LARGEST_BYTES
+    folder: CheckpointFolder,
+    manifest: Manifest,
+    output: Path,
+    largest: int = _LARGEST_BYTES,
+    beside: Callable[[Path], object] = lambda folder: None,
 ) -> ExportedWeights:
     """Writes the weights of a checkpoint to a ``.safetensors`` file, a ``.pt`` or ``.pth`` file, or a new folder.
 
-    A file in a folder has at most `largest` bytes of tensors, or one tensor.
+    A file in a folder has at most `largest` bytes of tensors, or one tensor; `beside` writes other files into it.
 
     Raises:
         StorageError: a file cannot be written, or one of the checkpoint is damaged.
@@ -56,7 +60,7 @@ def export(
     """
     refuse_output(output)
     if not output.suffix:
-        return _write_folder(_tensors(folder, manifest), output, largest)
+        return _write_folder(_tensors(folder, manifest), output, largest, beside)
     tensors = weights_of(folder, manifest)
     if output.suffix == ".safetensors":
         write_named(output, as_safetensors(tensors))
@@ -100,12 +104,15 @@ def as_safetensors(tensors: dict[str, Tensor]) -> bytes:
     return save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, metadata=_METADATA)
 
 
-def _write_folder(tensors: Iterator[tuple[str, Tensor]], output: Path, largest: int) -> ExportedWeights:
+def _write_folder(
+    tensors: Iterator[tuple[str, Tensor]], output: Path, largest: int, beside: Callable[[Path], object]
+) -> ExportedWeights:
     temporary = output.parent / f".{output.name}.{os.urandom(8).hex()}"
     with storage_errors("write", output):
         temporary.mkdir(mode=0o700)
         try:
             written = _write_files(tensors, temporary, largest)
+            beside(temporary)
             mask = os.umask(0)
             os.umask(mask)
             temporary.chmod(0o777 & ~mask)

@@ -1,0 +1,149 @@
+"""Models of transformers: masks and padding, their loader, text in tokens, and weights out and in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.errors import UserError
+from engine.core.job.hugging_face import MODEL
+from engine.core.job.job import Job
+from engine.models.data_sources import open_data
+from engine.models.hugging_face import pretrained, save_config, text
+from engine.models.layers import as_tensors
+from engine.models.model_loader import build_model
+from engine.models.traced.optional_masks import MaskDecision
+from engine.models.user_factory import made_by
+from engine.runtime.stage.stage import build_layer
+from tests.e2e import hf_zoo
+from tests.e2e.hf_soak import job_of, trained
+from tests.runtime.test_ordinary_runs import assert_equal, plain_loop, trajectory
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about itself
+State = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_equals_a_plain_loop_and_its_weights_go_out_and_in(tmp_path: Path) -> None:
+    job = replace(job_of("llama", tmp_path / "config"), steps=2)
+    found, state, out = trained(job, tmp_path / "run")
+    assert_equal(state, plain_loop(job))
+    assert trajectory(job, "1:1:B:1") == found
+    args = {**job.model_args, "path": str(out), "random": False}
+    assert_equal(made_by("model", MODEL, args, 0).state_dict(), state)
+
+
+def gradients(job: Job, steps: int) -> list[list[State]]:
+    """Returns the gradients of some microbatches: of the pieces, and of the whole module."""
+    data = open_data(job)
+    model = build_model(job, data.facts, data)
+    assert (len(model.layers) > 4, model.notes) == (True, ())
+    layers = [build_layer(job, model, index) for index in range(len(model.layers))]
+    whole = made_by("model", job.model, job.model_args, 0)
+    whole.load_state_dict({name: tensor for each in layers for name, tensor in each.state_dict().items()})
+    made = []
+    for step in range(steps):
+        batch = data.microbatch(step, 0, 0, job.microbatch_size)
+        values = batch.inputs
+        for layer in layers:
+            values = as_tensors(layer(*values), "a layer")
+        model.loss(values, batch.targets).backward()
+        whole(**dict(zip(data.facts.form.names, batch.inputs, strict=True))).loss.backward()  # type: ignore[attr-defined]
+        named = ([pair for each in layers for pair in each.named_parameters()], list(whole.named_parameters()))
+        made.append([{name: one.grad for name, one in part if one.grad is not None} for part in named])
+        for one in (one for part in named for _, one in part):
+            one.grad = None
+    return made
+
+
+def padded(job: Job, steps: int) -> set[bool]:
+    data = open_data(job)
+    masks = (data.microbatch(step, 0, 0, job.microbatch_size).inputs[1] for step in range(steps))
+    return {not bool(each.all()) for each in masks}
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "bert_classifier"])
+def test_pieces_have_the_gradients_of_the_module_with_padding_and_without(name: str, tmp_path: Path) -> None:
+    job = job_of(name, tmp_path)
+    assert padded(job, 4) == {True, False}
+    for pieces, whole in gradients(job, 4):
+        assert_equal({key: pieces[key] for key in whole}, whole)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_mask_that_is_ignored_or_a_decision_that_is_baked_in_would_be_seen(
+    always: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of("llama", tmp_path)
+    monkeypatch.setattr(MaskDecision, "__call__", lambda *others, **named: torch.tensor(always))
+    pairs = gradients(job, 4)
+    assert any(not torch.equal(pieces[key], whole[key]) for pieces, whole in pairs for key in whole)
+
+
+def folder_of(place: Path) -> Path:
+    """Returns a folder with a config and a tokenizer of ten words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    hf_zoo.config_of("gpt2").save_pretrained(place)
+    words = Tokenizer(WordLevel({"?": 0, **{str(number): number for number in range(1, 11)}}, "?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(place)
+    return place
+
+
+def test_a_text_becomes_rows_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(" ".join(str(number % 10) for number in range(43)))
+    made = text(file=str(file), length=4, tokenizer=str(folder_of(tmp_path / "model")))
+    assert (len(made.training), [len(each) for each in made.evaluations.values()]) == (9, [1])
+    row = made.training[1]
+    assert row["input_ids"].tolist() == [4, 5, 6, 7]
+    assert torch.equal(row["labels"], row["input_ids"])
+    assert row["attention_mask"].tolist() == [1, 1, 1, 1]
+    with pytest.raises(UserError, match="a text of 200 tokens or more, found 43 tokens"):
+        text(file=str(file), length=100, tokenizer=str(tmp_path / "model"))
+
+
+def test_the_config_and_the_tokenizer_go_out_beside_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    save_config({"path": str(folder_of(tmp_path / "model"))}, tmp_path / "out")
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert type(pretrained(path=str(tmp_path / "out"), random=True)).__name__ == "GPT2LMHeadModel"
+
+
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="--hf: expected an ID or a folder that transformers can load, found 'no/such'"):
+        pretrained(path="no/such", random=True)
+    folder = folder_of(tmp_path)
+    with pytest.raises(UserError, match=r"model_args\.architecture: expected a class of transformers, found 'Gpt9'"):
+        pretrained(path=str(folder), architecture="Gpt9")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"--hf: expected the package transformers, .*bamboo-train\[hf\]"):
+        pretrained(path=str(folder))
+
+
+def test_random_weights_come_from_the_key_and_no_model_has_a_cache(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"path": str(folder_of(tmp_path)), "random": True}
+    one, same, other = (made_by("model", MODEL, args, key) for key in (1, 1, 2))
+    assert_equal(one.state_dict(), same.state_dict())
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    assert one.config.use_cache is False
