@@ -86,10 +86,11 @@ soak-repairs: $(TEST_STAMP)
 soak-formulas: $(TEST_STAMP)
 	.venv/bin/python -m tests.core.soak_formulas
 
-# Fifteen models of transformers in three stages with a death, beside plain loops: some four minutes on one core.
+# Fifteen models of transformers in three stages with a death, beside plain loops, and thirty drawn ones: some six minutes.
 soak-zoo: $(TEST_STAMP)
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt peft
 	.venv/bin/python -m tests.e2e.hf_soak
+	.venv/bin/python -m tests.e2e.hf_draw --seed $(SEED)
 
 # Real processes, some five minutes on two cores; SEED=1000 tries other kills.
 SEED ?= 0

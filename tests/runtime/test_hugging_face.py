@@ -19,7 +19,7 @@ from engine.models.data_sources import open_data
 from engine.models.hugging_face import pretrained, save_config, text
 from engine.models.layers import as_tensors
 from engine.models.model_loader import build_model
-from engine.models.traced.optional_masks import MaskDecision
+from engine.models.traced.optional_masks import MaskDecision, optional_masks
 from engine.models.user_factory import made_by
 from engine.runtime.stage.stage import build_layer
 from tests.e2e import hf_zoo
@@ -92,6 +92,32 @@ def test_a_mask_that_is_ignored_or_a_decision_that_is_baked_in_would_be_seen(
     monkeypatch.setattr(MaskDecision, "__call__", lambda *others, **named: torch.tensor(always))
     pairs = gradients(job, 4)
     assert any(not torch.equal(pieces[key], whole[key]) for pieces, whole in pairs for key in whole)
+
+
+class Untraced:
+    """A recorder that sees no tensor."""
+
+    def is_traced(self, tensor: Tensor) -> bool:
+        return False
+
+    def memory(self, tensor: Tensor) -> int | None:
+        return None
+
+    def record(self, target: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        raise AssertionError
+
+
+def test_masks_and_attention_of_transformers_are_as_before_after_a_recording() -> None:
+    from transformers import masking_utils, modeling_utils
+
+    attentions = modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
+    before = masking_utils._ignore_causal_mask_sdpa, attentions["sdpa"]
+    query = torch.ones(1, 1, 2, 4)
+    with optional_masks(Untraced()):
+        assert attentions["sdpa"] is not before[1]
+        outputs, _ = attentions["sdpa"](torch.nn.Identity(), query, query, query, attention_mask=None)
+    assert torch.equal(outputs, torch.ones(1, 2, 1, 4))
+    assert (masking_utils._ignore_causal_mask_sdpa, attentions["sdpa"]) == before
 
 
 def folder_of(place: Path) -> Path:

@@ -120,7 +120,10 @@ class _SeenMasks:
         """Returns an attention that is recorded as one operation if its mask may be left out."""
         taken = {*inspect.signature(attend).parameters, *_READ}
 
-        def attended(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        def attended(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+        ) -> Any:
+            mask = attention_mask
             is_traced = isinstance(mask, Tensor) and self._recorder.is_traced(mask)
             decision = self._decisions.get(self._recorder.memory(mask)) if is_traced else None
             if decision is None:
