@@ -63,6 +63,10 @@ class DataFacts:
             raise ValueError(f"DataFacts: expected one of {', '.join(get_args(Task))} as task, found {self.task!r}")
 
 
+_HOW = "a collate function can name them; a single parameter called batch gets all of them as one dict"
+_DICTS = ("dict", "mapping", "batchencoding")  # in the annotation of a parameter that takes all columns
+
+
 class ColumnDict(dict[str, Tensor]):
     """The columns of a microbatch by name; ``batch.labels`` is ``batch["labels"]``, as in transformers."""
 
@@ -98,8 +102,8 @@ class Columns(NamedTuple):
         """Returns the inputs that a function takes; `targets` are parameters that get the targets.
 
         It takes those that it has a parameter for, the target too; with ``**`` all others by name. A function that
-        names none of them takes the only one by position, or all with ``*``; one with a single parameter takes several
-        as one dict, the target too, and so does ``forward(self, batch)``. Raises UserError if it cannot be called.
+        names none of them takes the only one by position, or all with ``*``. A single parameter called batch, or
+        annotated as a dict, takes all as one dict, the target too. Raises UserError if the function cannot be called.
         """
         at = {name: index for index, name in enumerate(self.names)}
         others = [name for name in self.names if name != self.target]
@@ -108,8 +112,7 @@ class Columns(NamedTuple):
         named = {each.name: at[each.name] for each in parameters if each.name in at}
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return InputSelection((), {name: at[name] for name in others} | named)
-        is_dict = not named and len(parameters) == 1 and _is_positional(parameters[0])
-        if is_dict and (len(others) > 1 or parameters[0].name == "batch"):
+        if not named and len(parameters) == 1 and _takes_dict(parameters[0]):
             return InputSelection((), at, is_dict=True)
         if not named and (len(others) == 1 or inspect.Parameter.VAR_POSITIONAL in kinds):
             return InputSelection(tuple(at[name] for name in others), {})
@@ -117,12 +120,15 @@ class Columns(NamedTuple):
         if is_lacking or not named:
             wanted = ", ".join(each.name for each in parameters)
             expected = f"columns that the first layer takes ({wanted})"
-            raise UserError([Problem("data", expected, ", ".join(self.names), "a collate function can name them")])
+            raise UserError([Problem("data", expected, ", ".join(self.names), _HOW)])
         return InputSelection((), named)
 
 
-def _is_positional(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+def _takes_dict(parameter: inspect.Parameter) -> bool:
+    """Returns whether a parameter is to get all columns: by its name, or by its annotation."""
+    is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    annotation = str(parameter.annotation).lower()
+    return is_positional and (parameter.name == "batch" or any(each in annotation for each in _DICTS))
 
 
 @runtime_checkable

@@ -121,11 +121,17 @@ def both(input_ids: Tensor, labels: Tensor) -> None:
     """Takes the target, as a module that returns its loss."""
 
 
+def annotated(columns: dict[str, Tensor]) -> None:
+    """Takes all columns as one dict."""
+
+
 @pytest.mark.parametrize(
     ("function", "names", "expected"),
     [
         (both, ("input_ids", "mask", "labels"), InputSelection((), {"input_ids": 0, "labels": 2})),
         (lambda x: None, ("input_ids", "labels"), InputSelection((0,), {})),
+        (lambda batch: None, ("input_ids", "labels"), InputSelection((), {"input_ids": 0, "labels": 1}, is_dict=True)),
+        (annotated, ("input_ids", "mask"), InputSelection((), {"input_ids": 0, "mask": 1}, is_dict=True)),
         (lambda *inputs: None, ("input_ids", "mask", "labels"), InputSelection((0, 1), {})),
         (lambda **named: None, ("input_ids", "mask", "labels"), InputSelection((), {"input_ids": 0, "mask": 1})),
         (

@@ -85,6 +85,11 @@ class AsksForTracer(Inner):
         return mask
 
 
+class OtherUnderTracer(Inner):
+    def seen(self, x: Tensor, mask: Tensor) -> Tensor | None:
+        return mask * 1.5 if isinstance(mask, torch.fx.Proxy) else mask  # here
+
+
 class AsksAboutModes(Inner):
     def seen(self, x: Tensor, mask: Tensor) -> Tensor | None:
         if torch.jit.is_tracing() or torch.compiler.is_compiling() or isinstance(torch.ones(2), torch.fx.Proxy):
@@ -253,6 +258,12 @@ def test_a_value_that_differs_keeps_its_submodule_whole_and_is_told(kind: Any, w
         built(replace(job, split="inner.blocks.*"))
     ending = run_in_threads(replace(job, stages=3))
     assert re.search(r"stages: expected at most 2, .*inner stays one layer: .*# here`", str(ending.error))
+
+
+def test_code_that_computes_other_bits_under_a_tracer_is_told() -> None:
+    model, _ = built(job_of(OtherUnderTracer))
+    assert (names(model), len(model.notes)) == (CUT, 1)
+    assert re.search(r"in seen: `.*# here`: the answer, that a forward is recorded, gives other bits", model.notes[0])
 
 
 def test_equal_tensors_in_another_order_are_one_order() -> None:

@@ -24,7 +24,7 @@ from engine.models.traced.pieces import (
     names_of,
     place_of,
 )
-from engine.models.traced.reads import WholePart, notes_on, unsteady
+from engine.models.traced.reads import WholePart, notes_on, notes_on_tracers, unsteady
 from engine.models.traced.recorded import Example, OpenedParts, recorded, with_given
 from engine.models.traced.recording import (
     CodeLine,
@@ -121,7 +121,7 @@ def _opened(
             whole += [WholePart(leaf, error)] * has_blocks
             continue
         if not others:
-            return traces, splitters, notes_on(whole)
+            return traces, splitters, (*notes_on(whole), *notes_on_tracers(traces))
         varying |= others
         opening = opening._replace(checked=opening.checked - others)
 

@@ -150,6 +150,14 @@ def notes_on(parts: Sequence[WholePart]) -> tuple[str, ...]:
     return tuple(f"{_listed(paths[text])} stays one layer: {text} ({errors[text].hint})" for text in paths)
 
 
+def notes_on_tracers(traces: Iterable[Trace]) -> tuple[str, ...]:
+    """Returns a note for the user if code that hears of a tracer computes other bits."""
+    lines = dict.fromkeys(line for trace in traces if trace.has_other_bits for line in trace.asking)
+    return tuple(
+        f"{told(line)}the answer, that a forward is recorded, gives other bits than a plain loop" for line in lines
+    )
+
+
 def _listed(paths: Sequence[str]) -> str:
     names = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths))
     more = f" and {len(names) - _ALIKE} more" if len(names) > _ALIKE else ""

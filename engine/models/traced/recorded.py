@@ -106,6 +106,8 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
         for place, tensor in places_of(module)
         if place.is_buffer and (now[place.name] is not before[place.name] or not torch.equal(now[place.name], tensor))
     )
+    if trace.asking:
+        trace.has_other_bits = text_of(_alone(module, example, trace.is_loss, is_training)) != text_of(chosen)
     called = {each.function.path for each in trace.operations if isinstance(each.function, LeafCall)}
     afterwards = attributes_of(copied)
     if changed := difference(attributes, afterwards, called):
@@ -117,6 +119,16 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
         if changing or text_of(outputs) != text_of(chosen):
             raise carried(copied, (changing or changed)[0])
     return trace
+
+
+def _alone(module: nn.Module, example: Example, is_loss: bool, is_training: bool) -> Tensors:
+    """Returns the results of a forward that is not recorded."""
+    copied = ModuleCopy("the model", module)()
+    if not is_training:
+        copied.eval()
+    call = bound(copied, example)
+    with _as_in_a_stage(example, is_training), running("the forward of the model", copied):
+        return _chosen(copied(*call.args, **call.kwargs), is_loss)
 
 
 def _restore_buffers(module: nn.Module, copied: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -173,7 +173,7 @@ class CallRecorder(TorchFunctionMode):
         """Runs `call` with the module and returns its result. Raises UnrecordableError."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(recorded_functions(self._is_recording, self.record))
-            stack.enter_context(answering(self.is_traced))
+            stack.enter_context(answering(self._answer))
             stack.enter_context(optional_masks(self))
             for path, module in self._module.named_modules():
                 stack.callback(module.register_forward_pre_hook(functools.partial(self._enter, path)).remove)
@@ -303,6 +303,12 @@ class CallRecorder(TorchFunctionMode):
     def memory(self, tensor: Tensor) -> int | None:
         """Returns the number of the memory in which a tensor of this forward lies; None for another tensor."""
         return self.trace.memory.get(self._values[id(tensor)]) if id(tensor) in self._values else None
+
+    def _answer(self, tensor: Tensor) -> bool:
+        if not self.is_traced(tensor):
+            return False
+        self.trace.asking.append(own_line())
+        return True
 
     def is_traced(self, tensor: Tensor) -> bool:
         """Returns whether a tensor depends on data or weights, and an operation on it would be recorded."""

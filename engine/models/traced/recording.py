@@ -146,6 +146,8 @@ class Trace:
     memory: dict[TracedValue | NamedState, int] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()  # buffers
     base: Context = _TRAINING
+    asking: list[CodeLine] = field(default_factory=list)  # lines that have heard of a tracer
+    has_other_bits: bool = False  # than the forward has alone
 
 
 def sources_in(tree: Any) -> Iterator[TensorSource]:
