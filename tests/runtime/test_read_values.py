@@ -122,6 +122,18 @@ class SizeOfSelection(Inner):
         return mask / x[mask > 0].shape[0]  # here
 
 
+class SizeOfRange(Inner):
+    def seen(self, x: Tensor, mask: Tensor) -> Tensor | None:
+        shortest: Any = mask.sum(1).long().min()
+        return mask / torch.arange(shortest).shape[0]  # here
+
+
+class SizeOfSlice(Inner):
+    def seen(self, x: Tensor, mask: Tensor) -> Tensor | None:
+        lengths = mask.sum(1).long()
+        return mask / x[:, : lengths.min()].size(1)  # here
+
+
 class InRow(Inner):
     """Reads in a submodule without blocks."""
 
@@ -244,7 +256,15 @@ def test_another_value_ends_the_run_and_is_never_baked_in(monkeypatch: pytest.Mo
     assert not torch.equal(through(job, model, huge), module(*huge[:2])["logits"])
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Varying, "__bool__ gives"), (SizeOfSelection, "__get__|shape gives")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Varying, "__bool__ gives"),
+        (SizeOfSelection, "__get__|shape gives"),
+        (SizeOfRange, "__get__|shape gives"),
+        (SizeOfSlice, "size gives|__index__ gives"),
+    ],
+)
 def test_a_value_that_differs_keeps_its_submodule_whole_and_is_told(kind: Any, words: str, tmp_path: Any) -> None:
     job = job_of(kind, stages=2)
     model, _ = built(job)

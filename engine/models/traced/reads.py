@@ -16,7 +16,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -32,6 +32,12 @@ _SIZED_BY_FIRST = frozenset(
     """
     index_add index_copy index_fill index_put masked_fill masked_scatter scatter scatter_add scatter_reduce copy
     __setitem
+    """.split()
+)
+_SIZED_BY_ARGUMENT = frozenset(
+    """
+    arange range linspace logspace eye zeros ones empty full rand randn randint randperm __getitem__ narrow expand view
+    reshape repeat tile pad unfold new_zeros new_ones new_empty new_full
     """.split()
 )
 _CHECKS = frozenset({"_check_with", "_check_tensor_all_with"})  # of torch: they raise unless a value is true
@@ -68,6 +74,13 @@ def has_sizes_by_value(function: Any, args: tuple[Any, ...]) -> bool:
     if function.overloadpacket is torch.ops.aten.index:  # by numbers or by a mask
         return any(each is not None and each.dtype in _MASKS for each in args[1])
     return True
+
+
+def is_sized_by_argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a function of torch that reads a value makes sizes of it, as ``arange(length)`` does."""
+    if name == "one_hot":  # it reads values to check them, and makes sizes of them if it is not given the number
+        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1
+    return name in _SIZED_BY_ARGUMENT
 
 
 def sizing_args(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ from engine.models.traced.reads import (
     is_assertion,
     is_checkable,
     is_silent,
+    is_sized_by_argument,
     sizing_args,
 )
 from engine.models.traced.recording import (
@@ -161,7 +162,7 @@ class CallRecorder(TorchFunctionMode):
         self._of_data: set[TensorSource] = set()  # values that depend on data, weights or random numbers
         self._path: list[str] = []
         self._sized_by_values: set[TracedValue] = set()  # whose sizes depend on data, as those of nonzero
-        self._draws, self._work, self._sizes = False, 0, False  # of the running operation
+        self._draws, self._work, self._sizes, self._is_reading = False, 0, False, False  # of the running operation
         self._is_inside = False
         for place, tensor in places_of(module):
             self._names.setdefault(id(tensor), []).append(place)
@@ -209,6 +210,7 @@ class CallRecorder(TorchFunctionMode):
             raise self.refusal(f"{function} runs where torch shows no function to a TorchFunctionMode", SUBMODULE)
         self._draws |= torch.Tag.nondeterministic_seeded in function.tags
         self._sizes |= has_sizes_by_value(function, args)
+        self._is_reading |= function is torch.ops.aten._local_scalar_dense.default
         self._work += work_of(function, args, result)
 
     def __torch_function__(
@@ -230,7 +232,8 @@ class CallRecorder(TorchFunctionMode):
         operation = TorchCall(
             target, self._plain(args, target), self._plain(kwargs, target), None, CodeLine(), _context()
         )
-        self._is_inside, self._draws, self._work, self._sizes = True, False, 0, False
+        self._is_inside, self._draws, self._work = True, False, 0
+        self._sizes = self._is_reading = False
         try:
             result = run(*args, **kwargs)
         finally:
@@ -256,7 +259,9 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(result, (tuple, list)) and not self._sizes:
             self._refuse_parts(target, args, "cuts")
         operation.results = self._results(result, is_of_data)
-        if self._sizes or any(map(self._is_sized, sizing_args(_name(target), args))):
+        if self._has_new_sizes(_name(target), args, kwargs) or any(
+            map(self._is_sized, sizing_args(_name(target), args))
+        ):
             self._sized_by_values |= {each for each in operation.values() if self.trace.shapes[each][1]}
         if is_of_data:
             self._of_data |= {self._values[id(each)] for each in written if id(each) in self._values}
@@ -296,6 +301,10 @@ class CallRecorder(TorchFunctionMode):
         """Raises the error about a tensor of unknown size whose parts become several tensors."""
         if any(map(self._is_sized, args)) and _name(target) in _PARTS:
             raise self.refusal(f"{_name(target)} {does} a tensor whose size depends on values", SUBMODULE)
+
+    def _has_new_sizes(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether values decide the sizes of what the operation has made."""
+        return self._sizes or (self._is_reading and is_sized_by_argument(name, args, kwargs))
 
     def _is_sized(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and self._values.get(id(tensor)) in self._sized_by_values
