@@ -15,7 +15,7 @@ from statistics import mean
 from time import process_time
 
 from engine.codec.messages import encode
-from engine.core.message_kinds import Message, ToAgent, ToWorker
+from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, ToWorker
 from engine.core.ownership import Ownership, with_shadows
 from engine.core.protocol.events import LeaseExpired
 from engine.core.protocol.state import Phase
@@ -37,6 +37,7 @@ class LargeWorld(World):
     def __init__(self, case: Case):
         self.counts = Counter[str]()  # by class of message
         self.sizes = Counter[str]()
+        self.largest = 0
         self._last: tuple[Message | None, int] = (None, 0)  # one message goes to many workers
         super().__init__(case)
 
@@ -59,6 +60,7 @@ class LargeWorld(World):
     def _count(self, message: Message) -> None:
         if self._last[0] is not message:
             self._last = message, len(encode(message))
+            self.largest = max(self.largest, self._last[1])
         name = type(message).__name__
         self.counts[name] += 1
         self.sizes[name] += self._last[1]
@@ -102,13 +104,13 @@ def figures(workers: int, cases: int) -> Iterator[str]:
     """Tries the cases of a size; yields what their failures cost, or the first case that broke a promise."""
     usual, _ = ran(Case(stages=workers, microbatches=2, steps=2))
     more: dict[str, list[tuple[int, int, int]]] = {"death": [], "loss of a host": []}
-    by_class, begin = Counter[str](), process_time()
+    by_class, begin, largest = Counter[str](), process_time(), 0
     for number in range(cases):
         world, history = ran(large_case(workers, number))
         if history.problem or history.phase is not Phase.FINISHED:
             yield f"{history.phase}: {history.problem}\nlarge_case({workers}, {number}): {history.case.text()}"
             return
-        epochs = history.epoch - 1
+        epochs, largest = history.epoch - 1, max(largest, world.largest)
         if not epochs:
             continue
         kind = "loss of a host" if history.struck[0].kind == LOSS else "death"
@@ -124,4 +126,7 @@ def figures(workers: int, cases: int) -> Iterator[str]:
                 f"{messages / workers:.2f} messages for each worker; {epochs:.2f} epochs in a case, {len(found)} cases"
             )
     most = ", ".join(f"{name} {size / max(1, by_class.total()):.0%}" for name, size in by_class.most_common(3))
-    yield f"{workers:>6,} workers: {took_s:.2f} s for a case; most bytes: {most}"
+    yield (
+        f"{workers:>6,} workers: {took_s:.2f} s for a case; most bytes: {most}; the largest message has {largest:,} "
+        f"bytes, a real one at most {MAX_BYTES:,}"
+    )

@@ -49,4 +49,4 @@ def test_a_failure_costs_each_worker_an_order_an_answer_a_plan_a_digest_and_a_st
 def test_figures_are_for_each_kind_of_failure() -> None:
     first, second, last = figures(WORKERS, 12)
     assert first.startswith("    32 workers, death: ") and second.startswith("    32 workers, loss of a host: ")
-    assert "s for a case; most bytes: PlanMessage" in last
+    assert "s for a case; most bytes: PlanMessage" in last and "a real one at most 160,000" in last

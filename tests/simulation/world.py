@@ -198,7 +198,7 @@ class World:
     def run(self, until_begun: bool = False) -> None:
         """Runs the history, or the start up to the first epoch; raises Violation if a promise is broken."""
         heap = self.heap
-        for _ in range(_MOST_EVENTS):
+        for _ in range(_MOST_EVENTS + 2 * len(self.workers) ** 2):  # each worker hears of the border of each other
             if not heap:
                 if self.is_over() or not self._wait_for_clock():
                     return
