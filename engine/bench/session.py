@@ -29,7 +29,7 @@ from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.message_kinds import Message
 from engine.core.messages import (
-    BorderMessage,
+    BordersMessage,
     ByeMessage,
     CutMessage,
     FinishedMessage,
@@ -147,7 +147,7 @@ def served(members: dict[int, WorkerHandle]) -> Iterator[tuple[int, Message]]:
                         tell_all(members.values(), PartitionMessage(message.starts))
                     case LinkWantedMessage():
                         pairs.link(member, message)
-                    case BorderMessage() | KeyMessage():
+                    case BordersMessage() | KeyMessage():
                         tell_all(members.values(), message)
                     case _:
                         yield member.worker, message

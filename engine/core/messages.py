@@ -129,18 +129,10 @@ class CutMessage(TextsToAgent):
 
 
 @message
-class BorderMessage(ToAgent, ToWorker):
-    """The border behind a stage, from its owner and passed on to the owner of the next stage."""
+class BordersMessage(ToAgent, ToWorker):
+    """The borders behind the first stages, for the owner of the next one; those behind all stages, for every worker."""
 
-    stage: int
-    specs: BorderSpecs
-
-
-@message
-class BordersMessage(ToWorker):
-    """The borders behind all stages, in order; every worker waits for them."""
-
-    specs: tuple[BorderSpecs, ...]
+    borders: tuple[BorderSpecs, ...]
 
 
 @message

@@ -23,8 +23,8 @@ class Joining(Executor):
     def __init__(self, world: World, number: int):
         super().__init__(world, number)
         self.ownership = world.ownership
-        self.has_formed = False
-        self.borders: list[ToWorker] = []  # that have come and are not yet learned
+        self.borders = -1  # learned so far; -1 before the first group is formed
+        self.early: list[int] = []
 
     def start(self) -> None:
         """Learns its job; the first worker cuts the model."""
@@ -52,8 +52,8 @@ class Joining(Executor):
         if isinstance(message, messages.PartitionMessage) and self.group < 0:
             self.come_to("partition")
             self.goes_on(self._build)
-        else:
-            self.borders.append(message)
+        elif isinstance(message, messages.BordersMessage):
+            self.early.append(len(message.borders))
             self.learn()
 
     def _build(self) -> None:
@@ -64,20 +64,24 @@ class Joining(Executor):
 
     def formed_first(self) -> None:
         """Begins to learn the borders."""
-        self.has_formed = True
-        if self.ownership.owner(0, 0) == self.number:
-            self.world.say(self.number, messages.BorderMessage(0, ()))
+        self.early.append(0)
+        self.borders = 0
         self.learn()
 
     def learn(self) -> None:
-        """Probes the stage behind each border that has come; has joined with the borders of all."""
-        while self.has_formed and self.borders:
-            message = self.borders.pop(0)
-            if isinstance(message, messages.BorderMessage):
-                self.world.say(self.number, messages.BorderMessage(message.stage + 1, ()))
-            else:
-                self.come_to("ready")
-                self.goes_on(self.joined)
+        """Probes its stages, each behind the borders of those before; has joined with the borders of all."""
+        stages, owner = self.case.stages, self.ownership.owner
+        while 0 <= self.borders <= stages:
+            mine = [stage for stage in range(self.borders, stages) if owner(0, stage) == self.number]
+            awaited = mine[0] if mine else stages
+            if awaited not in self.early:
+                return
+            self.borders = awaited + 1
+            if mine:
+                self.world.say(self.number, messages.BordersMessage(((),) * self.borders))
+                continue
+            self.come_to("ready")
+            self.goes_on(self.joined)
 
     def joined(self) -> None:
         """Handles the end of the start."""

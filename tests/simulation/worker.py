@@ -87,7 +87,7 @@ class Worker(Joining):
         if isinstance(message, PrepareMessage | NextGroupMessage):
             self.feed(inputs.ProtocolMessage(message))
             return
-        if isinstance(message, messages.PartitionMessage | messages.BorderMessage | messages.BordersMessage):
+        if isinstance(message, messages.PartitionMessage | messages.BordersMessage):
             self.joins(message)
             return
         self.mail = arrived(self.mail, message)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from engine.core import messages
-from engine.core.errors import DivergedError, ExitCode, ensure
+from engine.core.errors import DivergedError, ExitCode
 from engine.core.history.process_records import WayOutRecord
 from engine.core.history.run_records import (
     FinishedRecord,
@@ -94,14 +94,12 @@ def _on_cut(state: CoordinatorState, heard: WorkerWord[Message], cut: messages.C
     return state, (Write(record), *map(Note, cut.notes), tell_all(state, told), Teach(told))
 
 
-def _on_border(state: CoordinatorState, heard: WorkerWord[Message], border: messages.BorderMessage) -> Decided:
-    """Tells the border to the owner of the next stage, which waits for it; all workers learn all borders at once."""
-    ensure(border.stage == len(state.borders), f"the border of stage {border.stage} is not the next one")
-    new = state._replace(borders=(*state.borders, border.specs))
-    if len(new.borders) < state.job.grid.stages:
-        return new, (Tell((state.membership.owners[len(new.borders)],), border),)
-    told = messages.BordersMessage(new.borders)
-    return new, (tell_all(new, told), Teach(told))
+def _on_borders(state: CoordinatorState, heard: WorkerWord[Message], learned: messages.BordersMessage) -> Decided:
+    """Passes the borders on to the owner of the next stage, which adds its own; those of all stages to all workers."""
+    stage = len(learned.borders)
+    if stage < state.job.grid.stages:
+        return state, (Tell((state.membership.owners[stage],), learned),)
+    return state, (tell_all(state, learned), Teach(learned))
 
 
 def _on_key(state: CoordinatorState, heard: WorkerWord[Message], told: KeyMessage) -> Decided:
@@ -227,7 +225,7 @@ def _after(record: Any, result: Decided) -> Decided:
 
 RULES: dict[type[Message], MessageRule] = {
     messages.CutMessage: _on_cut,
-    messages.BorderMessage: _on_border,
+    messages.BordersMessage: _on_borders,
     messages.ReadyMessage: _decide,
     messages.WaitingMessage: _decide,
     messages.HeartbeatMessage: _decide,

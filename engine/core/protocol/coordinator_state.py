@@ -11,7 +11,7 @@ from engine.core.checkpoint_rules import KeepRule, keeping_of
 from engine.core.errors import required
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.job.job import Job
-from engine.core.messages import BorderSpecs, CommitMessage, EpochMessage, NextGroupFormedMessage, NextGroupMessage
+from engine.core.messages import CommitMessage, EpochMessage, NextGroupFormedMessage, NextGroupMessage
 from engine.core.ownership import Ownership, healed
 from engine.core.program.ballot import Ballot, Commit
 from engine.core.program.inventory import PlanMessage
@@ -147,7 +147,6 @@ class CoordinatorState(NamedTuple):
     codes: Mapping[int, int] = {}  # the exit codes of workers that have ended
     deadly: str = ""  # the deadly hosts as last told, in words
     # The following is not in the store.
-    borders: tuple[BorderSpecs, ...] = ()  # behind the stages that are probed
     kept_ns: int = 0  # when that step was committed; at first when the coordinator began
     ballot: Ballot | None = None  # None while no vote counts
     preparation: Preparation = Preparation(0)
