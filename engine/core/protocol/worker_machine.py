@@ -482,6 +482,7 @@ _LATE = changes_nothing  # it repeats a message that has been obeyed
 _FIXED = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
 _DEAF = changes_nothing  # a worker that suspects waits for the next epoch
 _OUT = changes_nothing
+_PUT_OUT = changes_nothing  # before the worker heard that it was a member; it hears of the epochs of the others
 _NO_MEMBER = Impossible("an epoch makes a waiting worker a member before anything else is asked of it")
 
 # before the worker has joined, and after it
@@ -513,6 +514,9 @@ _WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
     StopMessage: stops,
     ByeMessage: is_let_go,
     CommitMessage: changes_nothing,  # it comes again with the epoch that it begins
+    PlanMessage: _PUT_OUT,
+    GoMessage: _PUT_OUT,
+    ValidatedMessage: _PUT_OUT,
     inputs.NoticeReceived: gives_notice,
     PrepareMessage: prepares,
     inputs.PlanPrepared: is_prepared,
