@@ -69,7 +69,7 @@ JOINED = tuple(says_ready(worker, worker, f"node-{worker // 2}") for worker in r
 
 def forming(redundant: bool = True, last_step: int = 9, max_repeats: int = 2) -> State:
     """Returns a job of three stages on three workers, of which nobody has joined; time stands at 0."""
-    options = Options(stages=3, redundant=redundant, max_repeats=max_repeats)
+    options = Options(stages=3, redundant=redundant, max_repeats=max_repeats, workers=3)
     return begin(options, (0, 1, 2), RING if redundant else ((), (), ()), last_step, 0)
 
 

@@ -98,3 +98,13 @@ def test_it_is_said_once_that_a_worker_waits_on_and_that_it_may_join() -> None:
     assert waiting[1:] == (Write(CrampedRecord(of=3, why=FULL[3])), Note(f"worker 3 {FULL[3]}"))
     may_join = Note("worker 3 has memory for a block now, and may join")
     assert [each for each in free if isinstance(each, Write | Note)] == [Write(CrampedRecord(of=3, why="")), may_join]
+
+
+def test_a_verdict_takes_in_as_many_as_are_missing() -> None:
+    """What a failure costs does not grow with the workers that wait."""
+    crowd = [waits(worker, joins=False) for worker in range(3, 103)]
+    state = told(running(), *crowd, ExitSeen(8, 1, -9))
+    assert (state.members, state.waiting) == ((0, 2, 3), tuple(range(4, 103)))
+    assert told(state, ExitSeen(9, 2, -9)).members == (0, 3, 4)
+    grown = told(running()._replace(members=(0, 1, 2, 3)), *crowd[1:], ExitSeen(8, 1, -9))
+    assert grown.members == (0, 2, 3, 4), "more than it began with"

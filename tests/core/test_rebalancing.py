@@ -20,7 +20,7 @@ SETTLED = WorkerTimes(stages=dict.fromkeys(range(12), ((0.008, 0.016),) * 32))
 def trains(owners: tuple[int, ...] = THIRDS, shadows: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 12) -> State:
     """Returns a job of twelve blocks that trains."""
     lines = tuple(tuple(each for each in line if each != owner) for owner, line in zip(owners, shadows, strict=True))
-    return begin(Options(stages=12, redundant=True), owners, lines, 99, 0)._replace(phase=Phase.RUNNING)
+    return begin(Options(stages=12, redundant=True, workers=3), owners, lines, 99, 0)._replace(phase=Phase.RUNNING)
 
 
 def test_the_first_owners_stay_and_are_asked_about_once() -> None:

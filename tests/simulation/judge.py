@@ -245,7 +245,7 @@ class Judge:
             raise Violation(f"the clock had to rule: {new.reason}")
 
     def _check_waiting(self, old: State, new: State) -> None:
-        """Checks that a number has one life, and that each verdict takes in all that wait and have memory."""
+        """Checks that a number has one life, and that each verdict takes in as many as are missing."""
         if new.phase is Phase.RESTARTING:  # all numbers get other processes
             self.ready, self.ended = set(), set()
             return
@@ -258,8 +258,14 @@ class Judge:
         if without := {*new.members} & {*old.waiting} & {*old.cramped}:
             raise Violation(f"{without} became members without memory for a slot")
         able = [worker for worker in new.waiting if worker not in old.cramped]
-        if new.epoch > old.epoch > 0 and new.phase is Phase.FAILING_OVER and able and not old.is_over:
-            raise Violation(f"{able} wait on in epoch {new.epoch}")
+        staying = {*new.members} - {*new.leaving}
+        if new.epoch > old.epoch > 0 and new.phase is Phase.FAILING_OVER and not old.is_over:
+            most = max(new.options.workers, len({*old.members} - {*old.leaving}))
+            if able and len(staying) < most:
+                raise Violation(f"{able} wait on in epoch {new.epoch}")
+            joined = ({*new.members} & {*old.waiting}) - {*old.eager}
+            if joined and len(staying) > most:
+                raise Violation(f"{joined} became members, and nobody was missing")
         if any(worker in old.cramped for worker in new.waiting) and new.epoch > old.epoch > 0:
             self.world.turns.add(WAITS_ON)
         if new.phase is Phase.FORMING and new.nodes.keys() >= {*new.members}:

@@ -69,7 +69,11 @@ def first_state(ownership: Ownership, redundancy: Redundancy, steps: int) -> Sta
     shadows = ownership.shadows or ((),) * len(ownership.owners)
     redundant = redundancy != "none"
     grid = ownership.grid
-    options = Options(stages=grid.stages, redundant=redundant, sharded=grid.fsdp > 0, max_restarts=MOST_RESTARTS)
+    workers = len(ownership.workers())
+    sharded = grid.fsdp > 0
+    options = Options(
+        stages=grid.stages, redundant=redundant, sharded=sharded, max_restarts=MOST_RESTARTS, workers=workers
+    )
     return first_membership(options, ownership.owners, shadows, steps - 1, 0)
 
 

@@ -271,12 +271,16 @@ class State(NamedTuple):
     @property
     def joiners(self) -> tuple[int, ...]:
         """The waiting workers that join without a failure: those that want it, and as many more as are missing."""
+        return self.joiners_for(self.options.workers)
+
+    def joiners_for(self, workers: int) -> tuple[int, ...]:
+        """Returns the waiting workers that join a job of so many workers: those that want it, and those it lacks."""
         if not self.waiting:
             return ()
         able = self.able_to_join
         eager = [worker for worker in able if worker in self.eager]
         staying = len([worker for worker in self.members if worker not in self.leaving])
-        missing = max(0, self.options.workers - staying - len(eager))
+        missing = max(0, workers - staying - len(eager))
         others = [worker for worker in able if worker not in self.eager]
         return tuple(sorted((*eager, *others[:missing])))
 
@@ -345,8 +349,8 @@ def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
 
 # Waiting workers: they have code and data, and no slot, rank or vote; an epoch makes them members.
 #
-# Rules: the group of a verdict takes all of them in, because it is formed anyway. `State.joiners` come in at a step
-# boundary, too: their group is formed before it (`coordinator_state.py`), and the epoch is prepared.
+# Rules: a verdict takes in as many as it puts out. `State.joiners` come in at a step boundary, too: their group is
+# formed before it (`coordinator_state.py`), and the epoch is prepared. The others wait on, and cost a failure nothing.
 # One whose memory does not suffice for a slot is cramped: it waits on, until the agent of its host says otherwise.
 # Before training and after the last commit they have no use. The loss of a waiting worker is no epoch. Its number, as
 # that of each worker that was lost, is never used again.

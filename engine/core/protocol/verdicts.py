@@ -81,7 +81,7 @@ def new_epoch(
 ) -> State:
     """Returns the next epoch, without the workers that `failed` or left; ends the job if a slot is lost.
 
-    Waiting workers become members: those in `joins`, or all that have memory for a slot if a group is formed now.
+    Waiting workers become members: those in `joins`, or in a failover as many as the job lacks.
     """
     gone = [worker for worker in state.members if worker in state.exited]
     out = {worker: excluded(worker, Cause.FINISHED, "had finished and left") for worker in gone}
@@ -118,13 +118,14 @@ def new_epoch(
 
 
 def _with_waiting(before: State, new: State, now_ns: int, joins: tuple[int, ...]) -> State:
-    """Returns a new epoch with waiting workers as members: those in `joins`, or all if it forms a group to train in.
+    """Returns a new epoch with waiting workers as members: those in `joins`, or in a failover those that it lacks.
 
-    One without memory for a slot waits on.
+    The others wait on: a failure must not cost more because many wait.
     """
     is_training = before.phase is not Phase.FORMING and new.phase is Phase.FAILING_OVER and not before.is_over
     if is_training and new.members:
-        joins = new.able_to_join
+        staying = [worker for worker in before.members if worker not in before.leaving]
+        joins = new.joiners_for(max(new.options.workers, len(staying)))
     if not joins:
         return new
     sightings = {worker: new.sightings[worker].begun_again(now_ns) for worker in joins}
