@@ -41,7 +41,7 @@ TrustCode = Annotated[
         "--trust-code",
         envvar="BAMBOO_TRUST_CODE",
         help="Trust the code (package.module:attribute) and output folders named by a scenario, a matrix, their job "
-        "file, a checkpoint, or a ./bamboo.yaml that is not named on the command line.",
+        "file, a checkpoint, or a ./bamboo.yaml found by default.",
     ),
 ]
 
@@ -161,7 +161,7 @@ def grace_seconds(text: str) -> float:
 
 
 # The options of `bamboo run` that ask a command or a URL for notices.
-_NOTICES = "Failures"
+_NOTICES = "Notices"
 _LEAST_NS = 100_000_000
 _EVERY = "5s"
 NoticeCommand = Annotated[
@@ -170,7 +170,7 @@ NoticeCommand = Annotated[
         "--notice-command",
         metavar="COMMAND",
         help="Poll this command for preemption notices. If it exits with 0 and prints worker numbers, they get notice; "
-        "if it prints any other text, except false or none, all workers do.",
+        "any other text but false or none: all workers get notice.",
         rich_help_panel=_NOTICES,
     ),
 ]

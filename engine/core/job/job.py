@@ -107,14 +107,14 @@ class Job:
     partition: str = described("uniform", PARTITION_FORMS)
     split: str = described(
         "",
-        "how to split an ordinary module into layers: submodule names such as blocks.*, or a number of equal "
-        "pieces; default: its repeated blocks",
+        "how to split a module that is no nn.Sequential: submodule names such as blocks.*, or a number of equal "
+        "pieces; default: its repeated submodules",
     )
     redundancy: Redundancy = described(
         "lazy",
         "who can take over a stage. lazy: a shadow with up-to-date weights; eager: that shadow, which also runs the "
-        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: only the next pipeline, if "
-        "there is one",
+        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: no shadows, only a next "
+        "pipeline",
     )
     redundancy_level: int = described(
         1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"
@@ -163,8 +163,8 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for longer than this and than 10x its slowest recent action; this limit "
-        "is 5x as long while it uses the CPU",
+        "evict a worker stuck in one action for longer than both this and 10x its slowest recent action; 5x as long "
+        "while it uses the CPU",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(

@@ -349,7 +349,7 @@ def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
 
 # Waiting workers: they have code and data, and no slot, rank or vote; an epoch makes them members.
 #
-# Rules: a verdict takes in as many as it puts out. `State.joiners` come in at a step boundary, too: their group is
+# Rules: a verdict takes in as many as it evicts. `State.joiners` come in at a step boundary, too: their group is
 # formed before it (`coordinator_state.py`), and the epoch is prepared. The others wait on, and cost a failure nothing.
 # One whose memory does not suffice for a slot is cramped: it waits on, until the agent of its host says otherwise.
 # Before training and after the last commit they have no use. The loss of a waiting worker is no epoch. Its number, as
