@@ -147,7 +147,7 @@ def test_a_waiting_worker_takes_over_from_all_members(launch: Launch) -> None:
 
 
 def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch: Launch) -> None:
-    """A step of the members takes longer than the second that an interrupted run has for it."""
+    """A step of the members takes some seconds: less than the time that the sender of a SIGTERM gives."""
     run = launch(*SLOW, "--standby", "2")
     run.wait_until(lambda: len(run.events("waiting")) == 2 and run.events("go"))
     os.kill(pid_of(run, 3), signal.SIGTERM)
@@ -156,8 +156,7 @@ def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch:
     assert run.wait().code == 143
     lost = {event["of"]: event["lost"] for event in run.events("waiting") if event["lost"]}
     assert lost == {3: "has left while it waited", 4: "was let go, because the run ends"}
-    killed = {event["of"] for event in run.events("killed")}
-    assert killed and killed <= {0, 1, 2}, "those in a long action, and no waiting worker"
+    assert run.events("killed") == []
     codes = {event["of"]: event["code"] for event in run.events("exit")}
     assert (codes[3], codes[4], len(codes)) == (86, 0, 5)
 

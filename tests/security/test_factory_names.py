@@ -15,7 +15,7 @@ from tests.e2e.launcher import Launcher
 
 MODULE = """
 from torch import nn
-from engine.core.program.schedules import gpipe
+from engine.core.program.schedules import SCHEDULES
 from engine.models.datasets import VectorData
 
 def _\u00dcnet(*, width=8):
@@ -24,7 +24,8 @@ def _\u00dcnet(*, width=8):
 def _\u6570\u636e(*, seed):
     return VectorData(seed)
 
-\u043f\u043b\u0430\u043d = gpipe
+def \u043f\u043b\u0430\u043d(num_workers, num_microbatches):
+    return SCHEDULES["gpipe"](num_workers, num_microbatches)
 """
 
 

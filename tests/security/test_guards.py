@@ -58,9 +58,10 @@ from engine.files.run_folder import create_run_folder
 create_run_folder(Path("results"), "../up", datetime.now(), "0000")
 """,
     "a message that does not fit": """
+import secrets
 from engine.core.program.inventory import InventoryMessage
 from engine.runtime.process.link import packet
-packet(InventoryMessage(0, "x" * 200_000, ()))
+packet(InventoryMessage(0, secrets.token_hex(200_000), ()))
 """,
     "a value that is too large for the store": """
 from engine.core.kv import MAX_VALUE_BYTES, Put
