@@ -304,7 +304,7 @@ def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs
         ("exit", "worker 1 exited with code 1 in 2F3 of step 1, as worker 2 did: it comes from the user's code, "),
         (
             "SystemExit",
-            r"in layer 2 \(after\), microbatch 3 of pipeline 0: SystemExit: 3 .*/kill_models.* it is the model, not a w",
+            r"in layer 2 \(after\), microbatch 3 of pipeline 0: SystemExit: 3 .*/kill_models.* it is the model, not a",
         ),
         (
             "KeyboardInterrupt",

@@ -24,7 +24,7 @@ def _\u00dcnet(*, width=8):
 def _\u6570\u636e(*, seed):
     return VectorData(seed)
 
-def \u043f\u043b\u0430\u043d(num_workers, num_microbatches):
+def \u043f\u043b\u0430\u043d(num_workers, stages_per_worker, num_microbatches):
     return SCHEDULES["gpipe"](num_workers, num_microbatches)
 """
 
