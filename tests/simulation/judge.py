@@ -260,7 +260,7 @@ class Judge:
         able = [worker for worker in new.waiting if worker not in old.cramped]
         staying = {*new.members} - {*new.leaving}
         if new.epoch > old.epoch > 0 and new.phase is Phase.FAILING_OVER and not old.is_over:
-            most = max(new.options.workers, len({*old.members} - {*old.leaving}))
+            most = max(new.options.workers, len({*old.members} - {*old.leaving, *new.leaving}))
             if able and len(staying) < most:
                 raise Violation(f"{able} wait on in epoch {new.epoch}")
             joined = ({*new.members} & {*old.waiting}) - {*old.eager}
