@@ -344,7 +344,7 @@ def _tensors_in(data: bytes) -> dict[str, StoredTensor]:
         raise ValueError("this is no file of a layer: its header is not the text of its values")
     content, tensors, spans = memoryview(data)[begin:], dict[str, StoredTensor](), []
     for name, entry in entries.items():
-        dtype, shape, span = _checked(name, entry)
+        dtype, shape, span = tensor_entry(name, entry)
         tensors[name] = StoredTensor(dtype, shape, (content[slice(*span)],))
         spans.append(span)
     end = 0
@@ -357,7 +357,7 @@ def _tensors_in(data: bytes) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _checked(name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+def tensor_entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     """Returns dtype, shape and place of a tensor; raises ValueError unless they fit each other."""
     if type(entry) is dict and entry.keys() == _ENTRY and entry["dtype"] in DTYPES:
         dtype, size = DTYPES[entry["dtype"]]

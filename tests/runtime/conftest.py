@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ def peers(started: PeerServer) -> Iterator[PeerServer]:
     """Starts functions of test modules in processes of their own, which end with the test."""
     yield started
     started.let_go()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Lets torch compute with one thread, as workers do by default."""
+    torch = importlib.import_module("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from engine.runtime.stage.stage import build_layer
 
 MODULES = "tests.e2e.ordinary_modules"
 TABLE = np.arange(32, dtype=np.float32)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Base(nn.Module):
@@ -242,14 +244,6 @@ def through(layers: list[nn.Module], inputs: Tensors) -> Tensors:
     for layer in layers:
         inputs = as_tensors(layer(*inputs), "a layer")
     return inputs
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("made", RUNS)

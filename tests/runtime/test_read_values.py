@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +24,10 @@ from tests.kills import parse_kills
 from tests.runtime.test_ordinary_runs import assert_equal, plain_loop, weights
 from tests.runtime.thread_runs import run_in_threads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HERE = __name__
 WIDTH, LENGTH = 8, 6
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ from engine.core.checks.equality import (
 )
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
-from engine.core.manifest import DTYPES, MOST_HEADER_BYTES, StoredTensor, is_manifest, plain_names
+from engine.core.manifest import MOST_HEADER_BYTES, StoredTensor, is_manifest, plain_names, tensor_entry
 from engine.core.texts import counted
 from engine.files.atomic_write import storage_errors
 from engine.files.checkpoint_folder import CheckpointName
@@ -236,10 +236,9 @@ def _of_file(path: Path) -> Iterator[NamedTensor]:
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
-            dtype, size = DTYPES[entry["dtype"]]
-            shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
-            if not 0 <= first <= last <= len(content) or last - first != math.prod(shape) * size:
-                raise ValueError(f"the place of {name!r:.80} does not fit its shape")
+            dtype, shape, (first, last) = tensor_entry(name, entry)
+            if last > len(content):
+                raise ValueError(f"{name!r:.80} ends behind the file")
             yield NamedTensor(None, name, StoredTensor(dtype, shape, (content[first:last],)))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: no safetensors file that can be read: {error}") from error

@@ -450,15 +450,15 @@ def _learn_borders(
     """Probes its stages of pipeline 0 in order. Every worker learns every border: it may own any stage later."""
     for index in range(ownership.grid.stages):
         if ownership.owner(0, index) == worker:
-            before = _taken(control, index)
+            before = _take_borders(control, index)
             stage = replicas.stages[0, index]
             with _before_its_trial(stage.job, stage.model):
                 border = _probed(stage, _border_of(before[-1]) if before else None, data)
             control.send(messages.BordersMessage((*before, tuple(spec.to_json() for spec in border))))
-    return tuple(map(_border_of, _taken(control, ownership.grid.stages)))
+    return tuple(map(_border_of, _take_borders(control, ownership.grid.stages)))
 
 
-def _taken(control: Control, stages: int) -> tuple[messages.BorderSpecs, ...]:
+def _take_borders(control: Control, stages: int) -> tuple[messages.BorderSpecs, ...]:
     """Waits for the borders behind the first stages; earlier ones may come a second time."""
     borders: tuple[messages.BorderSpecs, ...] = ()
     while len(borders) < stages:
