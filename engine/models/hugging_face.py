@@ -3,7 +3,8 @@
 `pretrained` is the factory of such a job's model; its loader is that of transformers, which is loaded by the first
 call. `text` is a source of data: a text file in rows of tokens, with the labels that transformers expects.
 
-Rule: code that comes with a model is never run (``trust_remote_code``).
+Rule: code that comes with a model is never run, nor asked about, and weights are read from safetensors files only: the
+older files are pickles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.core.errors import Problem, UserError
 from engine.models.data import DataSets, indexed
 
 _INSTALL = "pip install 'bamboo-train[hf]'"
+_NO_CODE = {"trust_remote_code": False}
 _DEFAULT = "AutoModelForCausalLM"  # of a config that names no class
 _BESIDE = (
     "*token*",
@@ -44,20 +46,21 @@ def pretrained(*, path: str = "", random: bool = False, architecture: str = "", 
     """
     transformers = _transformers()
     with _loading(path):
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, **_NO_CODE)
         name = architecture or next(iter(getattr(config, "architectures", None) or ()), _DEFAULT)
         kind = getattr(transformers, name, None)
         if kind is None:
             problem = Problem("model_args.architecture", "a class of transformers", repr(name))
             raise UserError([problem])
         _without_cache(config)
-        options = {"attn_implementation": attention} if attention else {}
+        options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
         is_auto = name.startswith("Auto")
+        options |= _NO_CODE if is_auto else {}
         if random:
             make = kind.from_config if is_auto else kind._from_config
             model: nn.Module = make(config, dtype=torch.float32, **options)
         else:
-            model = kind.from_pretrained(path, config=config, dtype=torch.float32, **options)
+            model = kind.from_pretrained(path, config=config, dtype=torch.float32, use_safetensors=True, **options)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             # A tensor in a mapped file lies anywhere, and its place in memory can decide bits.
@@ -73,7 +76,7 @@ def text(*, file: str = "", length: int = 128, tokenizer: str = "") -> DataSets:
     """
     transformers = _transformers()
     with _loading(tokenizer):
-        encode = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        encode = transformers.AutoTokenizer.from_pretrained(tokenizer, **_NO_CODE)
     tokens = torch.tensor(encode(Path(file).read_text(encoding="utf-8"))["input_ids"], device="cpu")
     rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in tokens.split(length)]
     rows = [row for row in rows if len(row["labels"]) == length]
@@ -92,7 +95,7 @@ def save_config(model_args: Mapping[str, Any], folder: Path) -> None:
     path, architecture = str(model_args.get("path", "")), model_args.get("architecture")
     transformers = _transformers()
     with _loading(path):
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, **_NO_CODE)
         if architecture and not str(architecture).startswith("Auto"):
             config.architectures = [architecture]
         config.save_pretrained(folder)

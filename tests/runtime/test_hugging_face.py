@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,11 @@ from tests.e2e import hf_zoo
 from tests.e2e.hf_soak import job_of, trained
 from tests.runtime.test_ordinary_runs import assert_equal, plain_loop, trajectory
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about itself
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # of transformers, about itself
+]
 State = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_run_equals_a_plain_loop_and_its_weights_go_out_and_in(tmp_path: Path) -> None:
@@ -173,3 +168,18 @@ def test_random_weights_come_from_the_key_and_no_model_has_a_cache(tmp_path: Pat
     assert_equal(one.state_dict(), same.state_dict())
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     assert one.config.use_cache is False
+
+
+def test_no_code_and_no_pickle_of_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal is asked for the code otherwise, and answers yes here."""
+    job_of("llama", tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"no file named model\.safetensors"):
+        pretrained(path=str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    classes = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "theirs", "auto_map": classes}))
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it has run')")
+    monkeypatch.setattr("builtins.input", lambda *words: "y")
+    with pytest.raises(UserError, match="contains custom code"):
+        pretrained(path=str(tmp_path), random=True)
