@@ -65,7 +65,7 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
     try:
         _wait(events, loaded.faults, request.name)
     except RunInterruptedError:
-        strikes = "the faults still strike it" if events.has_taken(request.name) else "no fault strikes it"
+        strikes = "no fault strikes it" if _withdraw(request) else "the faults still strike it"
         say(f"the job runs on; {strikes}")
         raise
     except BambooError as error:
@@ -75,7 +75,7 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
             add_records(folder.events, check, verdict)
         raise
     finally:
-        request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
+        _withdraw(request)  # an interrupted command must not leave faults behind
     history = read_history(folder.events)
     ended = history.training_ended
     observation = Observation(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
@@ -134,6 +134,15 @@ def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
     path = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
     write_atomically(path, json.dumps([to_plain(fault) for fault in faults]))
     return path
+
+
+def _withdraw(request: Path) -> bool:
+    """Withdraws a request; returns False if the launcher was first, which takes only what it can remove itself."""
+    try:
+        request.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:

@@ -297,8 +297,8 @@ def _refuse_requests(requests: RequestFiles, recorder: Recorder, chief: str) -> 
         return
     for request in requests.new():
         reason = f"host {chief} coordinates the run: inject there, into its folder"
-        recorder.write(RefusedRecord(request=request.name, reason=reason))
-        requests.remove(request)
+        if requests.remove(request):
+            recorder.write(RefusedRecord(request=request.name, reason=reason))
 
 
 def _stand(at: OwnHost, before: ElectedHost, workers: HostWorkers) -> tuple[ElectedHost, WireServer] | None:

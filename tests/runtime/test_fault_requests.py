@@ -15,6 +15,7 @@ from engine.core.errors import BambooError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker, to_plain
 from engine.core.job.job import Job
 from engine.runtime.agent.injector import FaultRequests, read_request
+from engine.runtime.agent.requests import RequestFile
 from engine.runtime.process.recorder import Recorder, open_events
 
 JOB = Job(stages=3, microbatches=4, steps=8)
@@ -116,6 +117,19 @@ def test_a_request_is_taken_once(tmp_path: Path) -> None:
     assert (event["event"], event["request"], event["faults"]) == ("request", "request-1.json", ["a", "b"])
     assert not path.exists()
     assert look(tmp_path)[0] == []
+
+
+def test_a_request_that_is_withdrawn_while_it_is_read_strikes_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(tmp_path, written(*GOOD))
+
+    def text(self: RequestFile) -> str:
+        path.unlink()
+        return written(*GOOD)
+
+    monkeypatch.setattr(RequestFile, "text", text)
+    assert look(tmp_path) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,7 @@ class FaultRequests:
         """Answers requests since the last call: a bounded number, and one with faults, which go to every worker."""
         for request in self._files.new():
             faults: tuple[Fault, ...] = ()
+            refusal: str | None = None
             try:
                 if not self._injectable:
                     raise ValueError(CLOSED)
@@ -188,13 +189,15 @@ class FaultRequests:
             except FileNotFoundError:
                 continue  # it was withdrawn
             except Exception as error:  # of any kind: a file of a user must not end the launcher
-                self._recorder.write(RefusedRecord(request=request.name, reason=reason_of(error)))
-            else:
-                self._recorder.write(RequestRecord(request=request.name, faults=tuple(fault.id for fault in faults)))
-                injector.add(faults)
-            self._files.remove(request)
-            if faults:
-                return
+                refusal = reason_of(error)
+            if not self._files.remove(request):
+                continue  # whoever removes it decides: its sender knows that no fault strikes
+            if refusal is not None:
+                self._recorder.write(RefusedRecord(request=request.name, reason=refusal))
+                continue
+            self._recorder.write(RequestRecord(request=request.name, faults=tuple(fault.id for fault in faults)))
+            injector.add(faults)
+            return
 
 
 def read_request(text: str, job: Job, workers: Collection[int], known: Collection[str]) -> tuple[Fault, ...]:
