@@ -96,6 +96,7 @@ soak-zoo: $(TEST_STAMP)
 SEED ?= 0
 soak: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.kill_soak --kills 1000 --seed $(SEED)
+	.venv/bin/python -m tests.e2e.kill_soak --kills 100 --seed $(SEED) --buffers 4096
 
 # The tests that take longest, and all of that of which `make test` has a sample: every kill, cut and schedule with every
 # model, and the benchmarks in their quick form, from the command to the figures.

@@ -10,12 +10,17 @@ import argparse
 import os
 import random
 import shutil
+import socket
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import monotonic
+from typing import Any
+from unittest.mock import patch
 
 from engine.core.faults.fault import PHASES, After, Fault, Worker
 from engine.core.job.job import Job
@@ -41,10 +46,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first run's; each one has its own")
     parser.add_argument("--only", choices=_JOBS, help="one run of one setting")
+    parser.add_argument("--buffers", type=int, metavar="BYTES", help="of the sockets of links, which get no rings then")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # each job runs in its own folder
     folder = Path(tempfile.mkdtemp(prefix="kill-soak-"))
-    with ForkServer() as server:
+    with ForkServer() as server, _small_buffers(given.buffers) if given.buffers else nullcontext():
         runs = Runs(folder, server)
         failed = _one(runs, given.only, given.seed) if given.only else _many(runs, given.seed, given.kills)
     if failed:
@@ -52,6 +58,23 @@ def main() -> int:
     else:
         shutil.rmtree(folder)
     return int(failed)
+
+
+@contextmanager
+def _small_buffers(size: int) -> Iterator[None]:
+    """Makes links whose bodies wait for their reader every few kilobytes."""
+
+    def pair(*options: Any) -> tuple[socket.socket, socket.socket]:
+        ends = socketpair(*options)
+        if not options:  # that of a link; control messages need room for a whole one
+            for end in ends:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        return ends
+
+    socketpair = socket.socketpair
+    with patch("socket.socketpair", pair), patch("engine.runtime.process.link.new_ring", side_effect=OSError):
+        yield
 
 
 def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
