@@ -134,14 +134,15 @@ def run(
 
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
-        from bamboo_cli.live import screen
-        from engine.harness.case import case_of_job
-        from engine.harness.case_runner import run_case
         from engine.runtime.process.interrupts import holding
 
         try:
-            case = case_of_job(resolved, scenario, **options)
-            with holding(), _server(in_process) as server:
+            with holding(), _server(in_process) as server:  # it imports torch while this process imports the rest
+                from bamboo_cli.live import screen
+                from engine.harness.case import case_of_job
+                from engine.harness.case_runner import run_case
+
+                case = case_of_job(resolved, scenario, **options)
                 result = run_case(case, own.store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)
         except UserError as error:
@@ -158,10 +159,12 @@ def _say_first(resolved: ResolvedJob, has_faults: bool) -> None:
         echo(shared, err=True)
 
 
-def _server(in_process: bool) -> contextlib.AbstractContextManager[Spawner | None]:
-    """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
+def _server(in_process: bool) -> contextlib.AbstractContextManager[Spawner]:
+    """Returns what starts the workers of the run and of its twin, as a context."""
     if not in_process:
-        return contextlib.nullcontext()
+        from engine.runtime.process.fork_client import ForkServer
+
+        return ForkServer()
     from engine.runtime.process.thread_server import ThreadServer
 
     if not os.environ.get("PYTHONSAFEPATH"):

@@ -27,7 +27,7 @@ from tests.simulation.world import ASKED
 pytestmark = pytest.mark.timeout(300)
 
 Patch = pytest.MonkeyPatch
-HISTORIES = 300
+HISTORIES = 160
 HALVES = 2
 TAKEN_IN, HANDED = "waiting worker becomes a member", "prepared hand-over is taken"
 TAKEN, HEALED = "another coordinator takes over", "shadow is healed"

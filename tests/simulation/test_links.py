@@ -13,8 +13,8 @@ from tests.simulation.planting import all_well
 from tests.simulation.schedules import link_faults, random_link_fault, small_cases
 
 PARTS = 4
-STRIDE = 15  # of the moments of the first step; the soak has each fifth
-SCHEDULES, DARK_EDGES, RANDOM = 220, 45, 50  # at least, in each part
+STRIDE = 29  # of the moments of the first step; the soak has each fifth
+SCHEDULES, DARK_EDGES, RANDOM = 105, 20, 50  # at least, in each part
 
 
 @pytest.mark.parametrize("stride", [STRIDE, pytest.param(5, marks=pytest.mark.soak)])

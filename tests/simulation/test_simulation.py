@@ -48,8 +48,9 @@ pytestmark = pytest.mark.timeout(300)  # some 10 s of the processor each, at mos
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = sorted({(case.pipelines, case.stages, case.microbatches) for case in grid_cases()})
-# All moments of four small shapes, and every n-th of the others; `make soak-sim` takes all of all shapes.
-WHOLE = [(1, 2, 2), (1, 3, 2), (1, 4, 2), (2, 2, 2)]
+# All moments of two small shapes, and every n-th of the others; `make soak-sim` takes all of all shapes.
+WHOLE = [(1, 2, 2), (1, 3, 2)]
+SMALL = [(1, 4, 2), (2, 2, 2)]
 SAMPLED = [shape for shape in SHAPES if shape not in WHOLE]
 RANDOM = 1000
 TAKEN, HANDED, AGAIN = "another coordinator takes over", "prepared hand-over is taken", "job is started again"
@@ -66,24 +67,24 @@ SELDOM = {
 }
 CHUNK = 1000
 EVERY = 5  # moment of a job that streams, or whose workers have two stages
-TAKE_OVER_EVERY, HAND_OVER_EVERY = 17, 211  # moments of a coordinator, and of a worker behind a notice
+TAKE_OVER_EVERY, HAND_OVER_EVERY = 35, 421  # moments of a coordinator, and of a worker behind a notice
 STREAMED, TWO_STAGES = [*streamed_cases()], [*two_stage_cases()]
 PARTS = 4
 MOVES = 50
-TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 160, 125, 260  # at least, in each part
+TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 75, 60, 260  # at least, in each part
 
 
 def test_there_are_enough_schedules() -> None:
-    num_schedules = RANDOM + 80 * len(PAIRED) + PARTS * (TAKE_OVERS + HAND_OVERS + STARTUP_DEATHS + LINK_FAULTS)
+    num_schedules = RANDOM + 35 * len(PAIRED) + PARTS * (TAKE_OVERS + HAND_OVERS + STARTUP_DEATHS + LINK_FAULTS)
     for case in (*grid_cases(), *STREAMED):
         shape = (case.pipelines, case.stages, case.microbatches)
         moments = sum(len(first_step(case, moments)) for moments in run(case).moments)
         num_schedules += 2 * moments // (EVERY if case in STREAMED else 1 if shape in WHOLE else _stride(shape))
-    assert num_schedules >= 10_000
+    assert num_schedules >= 7_000
 
 
 def _stride(shape: tuple[int, int, int]) -> int:
-    return 25 * shape[0] * shape[1]
+    return 2 if shape in SMALL else 25 * shape[0] * shape[1]
 
 
 def of_shape(shape: tuple[int, int, int]) -> list[Case]:
@@ -101,7 +102,7 @@ def test_every_single_kill(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SAMPLED)
-def test_some_single_kills_of_large_shapes(shape: tuple[int, int, int]) -> None:
+def test_some_single_kills_of_other_shapes(shape: tuple[int, int, int]) -> None:
     """Each kill has one of both timings; neighbours among cases and shapes have the other."""
     for nth, case in enumerate(of_shape(shape)):
         timing = (SAMPLED.index(shape) + nth + nth // 2) % 2
@@ -192,8 +193,8 @@ def test_a_worker_with_two_stages_dies_between_two_logs(schedule: str) -> None:
 
 @pytest.mark.parametrize("case", PAIRED, ids=Case.text)
 def test_pairs_of_kills(case: Case) -> None:
-    histories = all_well(pair_cases(case, stride=sum(run(case).moments) // 18))
-    assert len(histories) > 80
+    histories = all_well(pair_cases(case, stride=sum(run(case).moments) // 13))
+    assert len(histories) > 35
     assert sum(len(history.struck) == 2 for history in histories) > len(histories) * 0.9
     assert Phase.FINISHED in {history.phase for history in histories}
 
