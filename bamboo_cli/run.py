@@ -144,10 +144,9 @@ def run(
 
                 case = case_of_job(resolved, scenario, **options)
                 result = run_case(case, own.store, announcing(screen(tee=tee), keywords), server)
-                code = print_result(result, resolved, as_json)
+                raise typer.Exit(print_result(result, resolved, as_json))
         except UserError as error:
             raise UserError(with_origins(error.problems, resolved)) from None
-        raise typer.Exit(code)
 
 
 def _say_first(resolved: ResolvedJob, has_faults: bool) -> None:
