@@ -404,7 +404,6 @@ TORCH_NAMES = {
 # The differences between torch's schedules and ours; the others have the same lists of actions.
 REMARKS = {
     "eager-1f1b": ", torch's is 1F1B",
-    "zb1p": ", torch's in its own order",
     "dualpipev-overlapped": ", torch's with pairs one after the other",
 }
 _WIDTH = 256  # of the timed layers and of the data, so that no layer has to widen its input

@@ -41,7 +41,8 @@ WAITS: dict[str, Callable[[int, int, int], int]] = {
     "interleaved": fills_and_drains,
     "interleaved-flexible": fills_and_drains,
     "looped-bfs": fills_and_drains,
-    "zb1p": lambda p, v, m: p - 1 + late(p, m),  # (P-1)(F+B-2W)
+    # (P-1)(F+B-2W); in further turns of fewer than P, a W of each microbatch fills what the gradients wait
+    "zb1p": lambda p, v, m: p - 1 + v * late(p, m) + (v - 1) * max(0, late(p, m) - m),
     "zbv": lambda p, v, m: 2 * late(2 * p - 1, m),  # none
     "dualpipev": lambda p, v, m: p - 1,
 }
@@ -59,7 +60,7 @@ STASH: dict[str, Callable[[int, int, int, int], int]] = {
     "interleaved": lambda p, v, m, worker: megatron_stash(p + m % p if m > p else m, p, v, m, worker),
     "interleaved-flexible": lambda p, v, m, worker: megatron_stash(-(-m // max(1, m // p)), p, v, m, worker),
     "looped-bfs": lambda p, v, m, worker: v * m,
-    "zb1p": lambda p, v, m, worker: min(m, p),
+    "zb1p": lambda p, v, m, worker: min(v * m, (v - 1) * -(-m // max(1, m // p)) + p),
     # Of two half stages per worker: 2P are as much as P whole ones; DualPipeV holds one more.
     "zbv": lambda p, v, m, worker: 2 * p,
     "dualpipev": lambda p, v, m, worker: 2 * p + 1,

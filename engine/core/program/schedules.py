@@ -135,10 +135,13 @@ def interleaved(worker: int, num_workers: int, stages_per_worker: int, num_micro
 
 def interleaved_flexible(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
     """Returns interleaved 1F1B in M // P rounds of nearly equal size; torch's rounds where their number divides M."""
+    return _interleaved(worker, num_workers, stages_per_worker, _equal_rounds(num_workers, num_microbatches))
+
+
+def _equal_rounds(num_workers: int, num_microbatches: int) -> list[int]:
     num_rounds = max(1, num_microbatches // num_workers)
     size, rest = divmod(num_microbatches, num_rounds)
-    rounds = [size + 1] * rest + [size] * (num_rounds - rest)
-    return _interleaved(worker, num_workers, stages_per_worker, rounds)
+    return [size + 1] * rest + [size] * (num_rounds - rest)
 
 
 def looped_bfs(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
@@ -155,12 +158,16 @@ def _interleaved(worker: int, num_workers: int, stages_per_worker: int, rounds: 
     stages = range(worker, num_workers * stages_per_worker, num_workers)
     forwards = [make_action(stage, Op.F, each) for stage, each in _by_round(rounds, stages)]
     backwards = [make_action(stage, Op.B, each) for stage, each in _by_round(rounds, stages[::-1])]
-    place = {(stage, each): number for number, (stage, _, each, _) in enumerate(forwards)}
-    ahead = max(place[stage, each] - number for number, (stage, _, each, _) in enumerate(backwards))
-    num_warm_up = min(ahead + 2 * (num_workers - 1 - worker), len(forwards))
+    num_warm_up = min(_ahead(forwards, backwards) + 2 * (num_workers - 1 - worker), len(forwards))
     pairs = zip(forwards[num_warm_up:], backwards, strict=False)
     left = backwards[len(forwards) - num_warm_up :]
     return (*forwards[:num_warm_up], *chain.from_iterable(pairs), *left)
+
+
+def _ahead(forwards: Sequence[Action], backwards: Sequence[Action]) -> int:
+    """Returns how many forwards must come before the pairs, so that none comes after its own backward."""
+    place = {(stage, each): number for number, (stage, _, each, _) in enumerate(forwards)}
+    return max(place[stage, each] - number for number, (stage, _, each, _) in enumerate(backwards))
 
 
 def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
@@ -183,16 +190,22 @@ def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
 
 
 def zb1p(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
-    """Returns ZB-H1: 1F1B in which W of worker w lags w microbatches behind I (Qi et al., ICLR 2024, section 2.2)."""
-    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
-    line = WorkerList()
-    line.add(worker, *[Op.F] * min(num_workers - 1 - worker, num_microbatches))
-    for microbatch in range(num_microbatches):
-        if line.num(worker, Op.F) < num_microbatches:
-            line.add(worker, Op.F)
-        line.add(worker, Op.I, *[Op.W] * (microbatch >= worker))
-    line.add(worker, *[Op.W] * (num_microbatches - line.num(worker, Op.W)))
-    return tuple(line.actions)
+    """Returns ZB-H1: 1F1B in which W of worker w lags w backwards behind I (Qi et al., ICLR 2024, section 2.2).
+
+    With several stages per worker it has the rounds of flexible interleaved 1F1B. The warm-up is shorter than there by
+    one forward for each worker behind this one: the gradient comes up in the time of I, without that of W.
+    """
+    stages = range(worker, num_workers * stages_per_worker, num_workers)
+    rounds = _equal_rounds(num_workers, num_microbatches)
+    forwards, inputs, weights = (
+        [make_action(stage, op, each) for stage, each in _by_round(rounds, order)]
+        for op, order in ((Op.F, stages), (Op.I, stages[::-1]), (Op.W, stages[::-1]))
+    )
+    num_warm_up = min(_ahead(forwards, inputs) + num_workers - 1 - worker, len(forwards))
+    line = forwards[:num_warm_up]
+    for number, action in enumerate(inputs):
+        line += (*forwards[num_warm_up + number :][:1], action, *weights[max(0, number - worker) :][: number >= worker])
+    return (*line, *weights[max(0, len(inputs) - worker) :])
 
 
 def zbv(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
@@ -403,7 +416,7 @@ SCHEDULES: dict[str, Schedule] = {
     "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
     "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),
-    "zb1p": Schedule(zb1p),
+    "zb1p": Schedule(zb1p, stages_per_worker=(1, _ANY)),
     "zbv": Schedule(zbv, "v", (2, 2)),
     "dualpipev": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers),
     "dualpipev-overlapped": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps=True),
