@@ -35,7 +35,7 @@ COMMANDS = {
     "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a scenario matrix.",
     "init": "Write a starter job, scenario and matrix; with --ci also a workflow.",
-    "report": "Report a run: tables, a self-contained page, a trace.",
+    "report": "Report on a run: tables, a self-contained page, a trace.",
     "collect": "Merge the records of all hosts of a run into RUN/collected, on one clock and in causal order.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the figures that got slower.",
     "export": "Write the weights of a run for other programs: safetensors, torch, or a folder of shards.",

@@ -43,7 +43,7 @@ _BENCHMARKS = {
     ),
     "links": (
         "hops.link_cases",
-        "Hop time between two workers on a host, idle and next to a busy loop, against Gloo and torch's calls.",
+        "Hop time between two workers of a host, idle and beside a busy loop, against Gloo and batch_isend_irecv.",
     ),
     "audit": ("runs.audit_cases", "Step time with --audit 1, against --audit 0."),
     "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),
@@ -77,7 +77,7 @@ _BENCHMARKS = {
     ),
     "events": (
         "events.events_cases",
-        "Time and memory to report a day with 1 GB of events, and to record an action, against limits.",
+        "Time and memory to report on a run with 1 GB of events, and time to record an action, against limits.",
     ),
     "notice": (
         "handover.notice_cases",

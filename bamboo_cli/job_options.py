@@ -44,10 +44,10 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="auto|latest|RUN|DIR[@STEP]",
-        help="auto: resume this job from its newest good checkpoint, or begin it if there is none; the same line is "
-        "right every time. Otherwise resume from a run (RUN, or latest: the newest with a checkpoint), or from a "
-        "checkpoint folder or URL, with the job of the checkpoint. STEP: by default the newest good checkpoint. "
-        "Stages, schedule, redundancy, workers and the like may change.",
+        help="auto: resume this job from its newest good checkpoint, or start it if there is none: one command for "
+        "the first start and every restart. Otherwise resume from a run (RUN, or latest: the newest with a "
+        "checkpoint), or from a checkpoint folder or URL, with the job of the checkpoint. STEP: by default the newest "
+        "good checkpoint. Stages, schedule, redundancy, workers and the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -159,7 +159,7 @@ HfModel = Annotated[
     typer.Option(
         "--hf",
         metavar="ID|DIR",
-        help="Train a model of transformers: its ID on the Hub, or a folder. Its tokenizer reads FILE.txt of --data.",
+        help="Train a transformers model: its ID on the Hub, or a folder. Its tokenizer reads --data FILE.txt.",
         rich_help_panel="Job",
         show_default=False,
     ),

@@ -106,7 +106,7 @@ def report(
     ] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Report a run: tables, a self-contained page, a trace. The evidence is verified each time."""
+    """Report on a run: tables, a self-contained page, a trace. The evidence is verified each time."""
     form = _form(form, as_json, output)
     folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):

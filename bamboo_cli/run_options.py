@@ -169,8 +169,8 @@ NoticeCommand = Annotated[
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
-        help="Poll this command for preemption notices. If it exits with 0 and prints worker numbers, they get notice; "
-        "any other text but false or none: all workers get notice.",
+        help="Poll this command for preemption notices. If it exits with 0 and prints worker numbers, those get "
+        "notice; if it prints anything else except false or none, all workers do.",
         rich_help_panel=_NOTICES,
     ),
 ]

@@ -68,7 +68,7 @@ class Job:
     steps: int = described(80, "optimizer steps")
     epochs: int = described(
         0,
-        "passes over a finite training set; sets steps so that every sample is trained this many times; 0 = use steps",
+        "passes over a finite training set; sets steps so that each sample is used this many times; 0 = use steps",
     )
     schedule: str = described(
         "1f1b",
@@ -107,14 +107,14 @@ class Job:
     partition: str = described("uniform", PARTITION_FORMS)
     split: str = described(
         "",
-        "how to split a module that is no nn.Sequential: submodule names such as blocks.*, or a number of equal "
+        "how to split a module that is not an nn.Sequential: submodule names such as blocks.*, or a number of equal "
         "pieces; default: its repeated submodules",
     )
     redundancy: Redundancy = described(
         "lazy",
         "who can take over a stage. lazy: a shadow with up-to-date weights; eager: that shadow, which also runs the "
-        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: no shadows, only a next "
-        "pipeline",
+        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: no shadows; only "
+        "another pipeline, if there is one",
     )
     redundancy_level: int = described(
         1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"
