@@ -33,10 +33,10 @@ MOST_LINES = {
     "docs/data.md": 155,
     "docs/elastic.md": 195,
     "docs/faults.md": 230,
-    "docs/hosts.md": 210,
-    "docs/operations.md": 170,
+    "docs/hosts.md": 215,
+    "docs/operations.md": 190,
     "docs/own-model.md": 265,
-    "docs/python.md": 265,
+    "docs/python.md": 270,
 }  # the others: 150
 CODE = re.compile(r"```.*?```|(?:^ {4}[^\n]*\n?)+|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
@@ -272,7 +272,14 @@ def test_programs_of_pages_use_names_that_exist() -> None:
     assert set(re.findall(r"\brun\.(\w+)", page)) <= own | {"json"}
     shown = {*re.findall(r"def (\w+)\(self, done", blocks[-1])}
     assert shown and shown <= {*dir(Logger)}
-    fields = {*StepDone.__dataclass_fields__, *RecoveryDone.__dataclass_fields__, "name", "metrics", "outcome"}
+    fields = {
+        *StepDone.__dataclass_fields__,
+        *RecoveryDone.__dataclass_fields__,
+        "name",
+        "metrics",
+        "outcome",
+        "uncovered",
+    }
     assert {*re.findall(r"(?:done|recovery)\.(\w+)", blocks[-1])} <= fields
 
 

@@ -1,4 +1,4 @@
-"""Loggers: the interface, and those that come with bamboo: CSV, TensorBoard, MLflow, Weights & Biases."""
+"""Loggers: the interface, and four that come with bamboo: CSV, TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.core.job.job import Job
+from engine.core.ownership import Slot
 from engine.files.atomic_write import open_to_append
 
 # The interface of a logger, and the values that it gets.
@@ -24,10 +25,20 @@ from engine.files.atomic_write import open_to_append
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseDone:
+    """A phase of a recovery, with its times in seconds since 1970."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RecoveryDone:
     """A recovery ended by a commit: the step, the evicted workers, and the source of their state.
 
-    `stall_ms` is how long training stalled, according to the commits so far; `text` is a summary in one line.
+    `stall_ms` is how long training stalled, according to the commits so far; `text` is a summary in one line. The
+    `phases` are in order of time, and do not overlap.
     """
 
     step: int
@@ -36,6 +47,15 @@ class RecoveryDone:
     stall_ms: float | None
     lost_steps: int
     text: str
+    phases: tuple[PhaseDone, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CoverDone:
+    """The slots, as (pipeline, stage), whose state only one worker holds from now on: its death costs steps."""
+
+    uncovered: tuple[Slot, ...]
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +97,21 @@ class ValidationDone:
 
 @dataclass(frozen=True, slots=True)
 class TrainingDone:
-    """The end of training: its outcome in one word, its exit code, the committed steps, and the error, if any."""
+    """The end of training: its outcome in one word, its exit code, the committed steps, and the error, if any.
+
+    `notice` names the wrong numbers that ended it, such as ``replicas-differ``; it is empty for all other ends.
+    """
 
     outcome: str
     exit_code: int
     steps: int
     error: str
     at_s: float
+    notice: str = ""
 
 
 class Logger(Protocol):
-    """An observer of one run. The methods are called in this order; each is optional."""
+    """An observer of one run. `start` is called first, `finish` last; each method is optional."""
 
     def start(self, job: Job, folder: Path) -> None:
         """Called before the first step with the job, without secret values, and the folder of the run."""
@@ -97,6 +121,9 @@ class Logger(Protocol):
 
     def recovery(self, done: RecoveryDone) -> None:
         """Called after a recovery, before the step whose commit ended it."""
+
+    def cover(self, done: CoverDone) -> None:
+        """Called when the slots that only one worker holds are others than before."""
 
     def validation(self, done: ValidationDone) -> None:
         """Called after a validation pass."""

@@ -12,12 +12,14 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, TypeVar
@@ -25,13 +27,22 @@ from typing import Any, NamedTuple, TypeVar
 from engine.core.checks.recoveries import Recovery, RecoveryLog
 from engine.core.errors import Problem, nearest
 from engine.core.history.process_records import TrainingEndedRecord
-from engine.core.history.run_records import CommitRecord, GoRecord, JobRecord, Record, ValidationRecord
+from engine.core.history.run_records import (
+    CommitRecord,
+    EpochRecord,
+    GoRecord,
+    HeirsRecord,
+    JobRecord,
+    MovedRecord,
+    Record,
+    ValidationRecord,
+)
 from engine.core.job.job import FACTORY, Job, logger_names
 from engine.core.job.torch_parts import LR_SCHEDULES, learning_rate
+from engine.core.ownership import Slot
 from engine.files.atomic_write import open_to_append
 from engine.files.events_file import GrowingEvents
-from engine.observers import loggers
-from engine.observers.loggers import RecoveryDone, StepDone, TrainingDone, ValidationDone
+from engine.observers.loggers import CoverDone, PhaseDone, RecoveryDone, StepDone, TrainingDone, ValidationDone
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import present
 
@@ -50,6 +61,7 @@ class LoggerFeed:
         self._growing = GrowingEvents(events)
         self._log = RecoveryLog()
         self._before_ns = 0  # the time of the last commit, or of the start of training
+        self._uncovered: tuple[Slot, ...] | None = None  # as reported
 
     def read_on(self) -> None:
         """Passes on the records since the last call, up to the end of training."""
@@ -71,13 +83,17 @@ class LoggerFeed:
                 self._call("step", self._step(record, recoveries))
                 self._before_ns, self.last_step = record.at_ns, record.step
                 self._took(record.step)
+            case EpochRecord() | HeirsRecord():
+                self._cover(_uncovered(self._log.history.epochs[-1], self._log.history.job), record.at_ns)
+            case MovedRecord(program="heal"):  # the new shadows have the state
+                self._cover((), record.at_ns)
             case ValidationRecord():
                 figures = record.loss, record.metrics, _wall_s(record.at_ns)
                 self._call("validation", ValidationDone(record.step, record.name, record.samples, *figures))
             case TrainingEndedRecord():
                 history = self._log.history
-                steps, at_s = history.committed + 1, _wall_s(record.at_ns)
-                self._call("finish", TrainingDone(record.outcome, record.exit_code, steps, history.error, at_s))
+                ended = history.committed + 1, history.error, _wall_s(record.at_ns), history.notice
+                self._call("finish", TrainingDone(record.outcome, record.exit_code, *ended))
                 self.is_over = True
 
     def _step(self, record: CommitRecord, recoveries: tuple[RecoveryDone, ...]) -> StepDone:
@@ -95,6 +111,11 @@ class LoggerFeed:
             recoveries,
         )
 
+    def _cover(self, uncovered: tuple[Slot, ...], at_ns: int) -> None:
+        if uncovered != self._uncovered:
+            self._uncovered = uncovered
+            self._call("cover", CoverDone(uncovered, _wall_s(at_ns)))
+
     def _call(self, name: str, *values: object) -> None:
         method = getattr(self._logger, name, None)
         if method is not None:
@@ -105,7 +126,30 @@ def _recovery_done(recovery: Recovery) -> RecoveryDone:
     stall = recovery.stall
     workers = tuple(out.worker for out in recovery.verdict)
     stall_ms = None if stall is None else stall.least_ns / 1e6
-    return RecoveryDone(recovery.step, workers, recovery.rung, stall_ms, recovery.lost_steps, str(recovery))
+    facts = recovery.rung, stall_ms, recovery.lost_steps, str(recovery)
+    return RecoveryDone(recovery.step, workers, *facts, tuple(_phases(recovery)))
+
+
+def _phases(recovery: Recovery) -> Iterator[PhaseDone]:
+    """Yields the phases that a report shows too, in the order in which they ended."""
+    merged = {} if recovery.resume_ns is None else {"merged": recovery.resume_ns}
+    reached_ns = recovery.begin_ns
+    for phase, at_ns in sorted({**recovery.points_ns, **merged}.items(), key=itemgetter(1)):
+        begin_ns, reached_ns = reached_ns, max(reached_ns, at_ns)
+        if phase in recovery.reported_ns:
+            yield PhaseDone(phase, _wall_s(begin_ns), _wall_s(reached_ns))
+
+
+def _uncovered(epoch: EpochRecord, job: Job) -> tuple[Slot, ...]:
+    """Returns the slots that fewer than two members hold; with fsdp, each pipeline has other parts of the state."""
+    shadows = dict(enumerate(epoch.shadows))
+    holders: dict[Slot, set[int]] = {}
+    for place, owner in enumerate(epoch.owners):
+        pipeline, slot = divmod(place, job.slots)
+        held = holders.setdefault((pipeline * job.fsdp, slot), set())
+        held |= {owner, *shadows.get(place, ())} & {*epoch.members}
+    slots = (divmod(place, job.slots) for place in range(len(epoch.owners)))
+    return tuple(slot for slot in slots if len(holders[slot[0] * job.fsdp, slot[1]]) < 2)
 
 
 def _wall_s(at_ns: int) -> float:
@@ -155,16 +199,25 @@ class ProgressPage:
 
 
 class _BundledLogger(NamedTuple):
-    attribute: str
+    place: str
     package: str = ""  # that it needs
     extra: str = ""  # of bamboo-train, which brings it
+    argument: str = ""  # the form of what may follow its name and a colon
+    expected: str = ""  # the same in words
 
 
 LOGGERS = {
-    "csv": _BundledLogger("CsvLogger"),
-    "tensorboard": _BundledLogger("TensorboardLogger", "tensorboard", "tensorboard"),
-    "wandb": _BundledLogger("WandbLogger", "wandb", "wandb"),
-    "mlflow": _BundledLogger("MlflowLogger", "mlflow", "mlflow"),
+    "csv": _BundledLogger("loggers:CsvLogger"),
+    "tensorboard": _BundledLogger("loggers:TensorboardLogger", "tensorboard", "tensorboard"),
+    "wandb": _BundledLogger("loggers:WandbLogger", "wandb", "wandb"),
+    "mlflow": _BundledLogger("loggers:MlflowLogger", "mlflow", "mlflow"),
+    "prometheus": _BundledLogger(
+        "prometheus:PrometheusLogger",
+        argument=r"[1-9][0-9]{0,4}|.*\.prom",
+        expected="prometheus, prometheus:FILE.prom or prometheus:PORT",
+    ),
+    "otel": _BundledLogger("otel:OtelLogger", "opentelemetry.exporter.otlp.proto.http", "otel"),
+    "kubeflow": _BundledLogger("kubeflow:KubeflowLogger"),
 }
 
 
@@ -172,24 +225,40 @@ def logger_problems(text: str) -> list[Problem]:
     """Returns the problems with the loggers of a job: unknown names, and packages that are not installed."""
     problems = []
     for name in logger_names(text):
-        bundled = LOGGERS.get(name)
+        bundled, argument = _bundled(name)
         if bundled is None and not FACTORY.fullmatch(name):
             expected = f"{', '.join(LOGGERS)} or package.module:Class, with commas between several"
-            problems.append(Problem("logger", expected, repr(name), nearest(name, LOGGERS)))
-        elif bundled is not None and bundled.package and importlib.util.find_spec(bundled.package) is None:
-            hint = f"pip install 'bamboo-train[{bundled.extra}]', or pip install {bundled.package}"
+            problems.append(Problem("logger", expected, repr(name), nearest(name.partition(":")[0], LOGGERS)))
+        elif bundled is not None and argument is not None and not re.fullmatch(bundled.argument or "a^", argument):
+            problems.append(Problem("logger", bundled.expected or f"{name.partition(':')[0]} alone", repr(name)))
+        elif bundled is not None and bundled.package and not _is_installed(bundled.package):
+            hint = f"pip install 'bamboo-train[{bundled.extra}]'"
             problems.append(Problem("logger", f"the package {bundled.package}", repr(name), hint))
     return problems
 
 
+def _bundled(name: str) -> tuple[_BundledLogger | None, str | None]:
+    """Returns the bundled logger of this name and its argument, None without one; none for a user's class."""
+    first, colon, argument = name.partition(":")
+    return (None, None) if FACTORY.fullmatch(name) else (LOGGERS.get(first), argument if colon else None)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a package that it is in
+        return False
+
+
 def made_logger(name: str) -> object:
     """Returns a new logger of this name; a user's module or class may raise anything."""
-    if (bundled := LOGGERS.get(name)) is not None:
-        return getattr(loggers, bundled.attribute)()
-    module_name, _, attribute = name.partition(":")
-    if (folder := os.getcwd()) not in sys.path:  # as workers look there
+    bundled, argument = _bundled(name)
+    module_name, _, attribute = name.partition(":") if bundled is None else bundled.place.partition(":")
+    if bundled is not None:
+        module_name = f"{__package__}.{module_name}"
+    elif (folder := os.getcwd()) not in sys.path:  # as workers look there
         sys.path.insert(0, folder)
-    return getattr(importlib.import_module(module_name), attribute)()
+    return getattr(importlib.import_module(module_name), attribute)(*filter(None, (argument,)))
 
 
 View = TypeVar("View")
@@ -328,7 +397,7 @@ def _computed_s(pid: int) -> float | None:
 
 
 def _started(name: str, events: Path, logs: Path) -> Observer:
-    log = logs / f"logger-{name.replace(':', '.')}.log"
+    log = logs / ("logger-" + re.sub(r"[^\w.-]", ".", name) + ".log")
     page = ProgressPage.new()
     arguments = str(os.getpid()), name, str(events.resolve()), str(page.fd)
     with open(open_to_append(log), "ab") as file:

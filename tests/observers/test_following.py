@@ -65,9 +65,9 @@ def followed(logger: object, folder: Path) -> LoggerFeed:
 def test_a_logger_gets_all_that_is_committed_in_order(tmp_path: Path) -> None:
     notes = Notes()
     following = followed(notes, tmp_path)
-    names = ["start", "step", "validation", "step", "recovery", "step", "finish"]
+    names = ["start", "cover", "step", "validation", "step", "recovery", "step", "finish"]
     assert [name for name, _ in notes.calls] == names
-    job, first, validation, _, recovery, third, end = (value for _, value in notes.calls)
+    job, _, first, validation, _, recovery, third, end = (value for _, value in notes.calls)
     assert job == JOB and following.is_over and following.last_step == 2
     assert (first.step, first.loss, first.grad_norm, first.seconds) == (0, 3.0, 0.5, 0.5)
     assert first.samples == JOB.pipelines * JOB.microbatches * JOB.microbatch_size
@@ -198,7 +198,11 @@ def test_wrong_names_and_packages_that_are_not_installed_are_refused(monkeypatch
     near, absent = logger_problems("csvv,wandb")
     assert near.hint == "did you mean 'csv'?" and "mine" not in str(near)
     assert absent.expected == "the package wandb" and absent.hint.startswith("pip install 'bamboo-train[wandb]'")
-    assert {each.extra for each in LOGGERS.values()} == {"", "tensorboard", "wandb", "mlflow"}
+    assert {each.extra for each in LOGGERS.values()} == {"", "tensorboard", "wandb", "mlflow", "otel"}
+    assert logger_problems("prometheus,prometheus:9464,prometheus:/var/a.prom") == []
+    for wrong, expected in (("prometheus:a.txt", "prometheus, prometheus:FILE.prom or"), ("csv:1", "csv alone")):
+        (problem,) = logger_problems(wrong)
+        assert problem.expected.startswith(expected)
 
 
 def test_code_in_a_list_of_loggers_needs_trust_as_any_code_does() -> None:
@@ -206,6 +210,10 @@ def test_code_in_a_list_of_loggers_needs_trust_as_any_code_does() -> None:
     assert Job(logger="csv,mine:Log").names_code and not Job(logger="csv").names_code
     (refused,) = foreign_values([FieldValue(("logger",), "csv,mine:Log", "a.yaml:1:1", "a.yaml", 1, 1, "trust it")])
     assert "import mine and call Log" in refused.hint
+    (refused,) = foreign_values(
+        [FieldValue(("logger",), "prometheus:/a.prom", "a.yaml:1:1", "a.yaml", 1, 1, "trust it")]
+    )
+    assert refused.hint == "it would write to that file, or open that port; trust it"
 
 
 def test_an_error_is_one_line_with_the_users_own_place() -> None:

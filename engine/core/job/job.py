@@ -179,7 +179,9 @@ class Job:
     )
     results: str = described("results", "folder that holds the run folders")
     logger: str = described(
-        "", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); comma-separated"
+        "",
+        "csv, tensorboard, wandb, mlflow, otel, kubeflow, prometheus, prometheus:FILE.prom, prometheus:PORT or "
+        "package.module:Class (trusted code); comma-separated",
     )
 
     @property

@@ -26,7 +26,7 @@ from engine.core.errors import (
     is_secret,
     nearest,
 )
-from engine.core.job.job import ACTING, ARGS_FIELDS, CODE_FIELDS, PLACES, Job, code_in
+from engine.core.job.job import ACTING, ARGS_FIELDS, CODE_FIELDS, PLACES, Job, code_in, logger_names
 from engine.core.job.torch_parts import as_list
 from engine.core.job.update_rules import PARAM_GROUPS_FORM, as_text
 from engine.core.texts import TRUST_FLAG, flags, trust_words
@@ -66,6 +66,9 @@ def _refused(given: FieldValue) -> Problem | None:
         module, _, attribute = code[0].partition(":")
         why = f"bamboo would import {module} and call {attribute}; {given.foreign}"
         return given.problem("no code from this file", repr(given.value), why)
+    if given.name == "logger" and (reaching := [each for each in logger_names(given.value) if ":" in each]):
+        why = f"it would write to that file, or open that port; {given.foreign}"
+        return given.problem("no logger with a file or a port from this file", repr(reaching[0]), why)
     if given.name in PLACES and given.value != (usual := getattr(Job(), given.name)):
         why = f"bamboo would write to that folder; {given.foreign}"
         only = f"no folder but {usual!r}" if usual else "no folder"
