@@ -25,24 +25,27 @@ from bamboo_cli.host_options import (
 from bamboo_cli.run_options import TrustCode
 from engine.core.errors import Problem, UserError
 from engine.core.hosts.ends import USUAL_S
-from engine.core.hosts.launch import PLACES, USUAL_GRACE_S, LaunchPlan, problems_of_plan
-from engine.core.job.job import Job
+from engine.core.hosts.launch import PLACES, USUAL_GRACE_S, LaunchPlan, ObjectKind, problems_of_plan
+from engine.core.job.job import Job, logger_names
 from engine.core.units import whole_number
 
 EPILOG = (
     "Examples:  bamboo launch slurm job.yaml --hosts 3 --etcd 10.0.0.1:2379 --trusted-network 10.0.0.0/8  |  "
-    "bamboo launch k8s job.yaml --hosts 3 --image train:1 --etcd etcd:2379 --trusted-network 10.0.0.0/8 --submit"
+    "bamboo launch k8s job.yaml --hosts 3 --image train:1 --etcd etcd:2379 --trusted-network 10.0.0.0/8 --submit  |  "
+    "bamboo launch k8s job.yaml --as trainjob --hosts 3 --image train:1 --etcd etcd:2379 --trusted-network 10.0.0.0/8"
 )
 _ANY = "192.0.2.1"  # an address for documents: that of the hosts is not known here
 
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="Job file.", autocompletion=completion.job_files)]
+SbatchOptions = Annotated[
+    list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="Extra option for sbatch; repeatable.")
+]
 Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="Time from a notice to the shutdown of a host.")]
 
 
 def launch(
     place: Annotated[str, typer.Argument(metavar="PLACE", help=f"{', '.join(PLACES[:-1])} or {PLACES[-1]}.")],
-    job_file: Annotated[
-        Path, typer.Argument(metavar="JOB.yaml", help="Job file.", autocompletion=completion.job_files)
-    ],
+    job_file: JobFile,
     *,
     hosts: Hosts = "",
     etcd: EndpointsOfHosts = "",
@@ -56,9 +59,8 @@ def launch(
     name: Annotated[str, typer.Option("--name", help="Name of the run (default: the name of the job file).")] = "",
     grace_s: Grace = USUAL_GRACE_S,
     image: Annotated[str, typer.Option("--image", help="Image of the pods: bamboo, your code and data.")] = "",
-    extra: Annotated[
-        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="Extra option for sbatch; repeatable.")
-    ] = None,
+    kind: Annotated[ObjectKind, typer.Option("--as", help="Kind of the object in Kubernetes.")] = "job",
+    extra: SbatchOptions = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write the files to DIR.")] = None,
     is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and submit them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -84,10 +86,17 @@ def launch(
         hosts=names,
         extra=tuple(extra or ()),
         isa=isa,
+        kind=kind,
     )
-    job = _refuse(place, plan, hosts)
-    plan = replace(plan, cores=workers or -(-job.num_workers // plan.num_hosts))
+    plan = _completed(plan, _refuse(place, plan, hosts))
     _make(place, plan, output, is_submitted=is_submitted, as_json=as_json)
+
+
+def _completed(plan: LaunchPlan, job: Job) -> LaunchPlan:
+    """Returns a plan with the cores of a host, and for a TrainJob with the logger of its progress."""
+    named = ",".join(dict.fromkeys((*logger_names(job.logger), "kubeflow")))
+    settings = (*plan.settings, *([f"logger={named}"] if plan.kind == "trainjob" else ()))
+    return replace(plan, cores=plan.workers or -(-job.num_workers // plan.num_hosts), settings=settings)
 
 
 def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bool, as_json: bool) -> None:

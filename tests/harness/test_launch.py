@@ -274,9 +274,63 @@ def test_a_pod_per_node_is_replaced_alone_and_has_the_job_and_the_certificates(
     assert pod["containers"][0]["command"][-6:] == ["--run", "$(RUN)", "--node", "$(NODE)", "--address", "$(ADDRESS)"]
 
 
+# The fields of JobSet 0.12 (api/jobset/v1alpha2) and Kubeflow Trainer 2.2 (pkg/apis/trainer/v1alpha1), down to the Job.
+FIELDS = {
+    "JobSet": "replicatedJobs network successPolicy failurePolicy startupPolicy suspend coordinator managedBy "
+    "ttlSecondsAfterFinished volumeClaimPolicies",
+    "ReplicatedJob": "name groupName template replicas dependsOn",
+    "TrainingRuntime": "mlPolicy podGroupPolicy template",
+    "MLPolicy": "numNodes torch mpi flux jax xgboost",
+    "TrainJob": "runtimeRef initializer trainer runtimePatches suspend activeDeadlineSeconds managedBy",
+    "RuntimeRef": "name apiGroup kind",
+    "Trainer": "image command args env numNodes resourcesPerNode numProcPerNode",
+}
+
+
+def fields_of(kind: str, part: dict[str, Any]) -> dict[str, Any]:
+    assert part.keys() <= {*FIELDS[kind].split()}, (kind, part.keys())
+    return part
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_the_job_is_in_a_jobset_or_in_the_runtime_of_a_trainjob(job: Path, kind: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    words = ["--hosts", "3", "--image", "train:1", *ETCD]
+    alone = manifests(launched("k8s", job, *words))["Job"]
+    found = manifests(launched("k8s", job, *words, "--as", kind, "--set", "logger=csv"))
+    if kind == "jobset":
+        assert set(found) == {"ConfigMap", "JobSet"}  # which makes the service
+        assert found["JobSet"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+        jobs = fields_of("JobSet", found["JobSet"]["spec"])["replicatedJobs"]
+    else:
+        assert set(found) == {"ConfigMap", "TrainingRuntime", "TrainJob"}
+        assert {found[each]["apiVersion"] for each in ("TrainingRuntime", "TrainJob")} == {
+            "trainer.kubeflow.org/v1alpha1"
+        }
+        runtime, train = (fields_of(each, found[each]["spec"]) for each in ("TrainingRuntime", "TrainJob"))
+        assert fields_of("MLPolicy", runtime["mlPolicy"]) == fields_of("Trainer", train["trainer"]) == {"numNodes": 3}
+        named = {"name": found["TrainingRuntime"]["metadata"]["name"], "kind": "TrainingRuntime"}
+        assert fields_of("RuntimeRef", train["runtimeRef"]) == {**named, "apiGroup": "trainer.kubeflow.org"}
+        jobs = fields_of("JobSet", runtime["template"]["spec"])["replicatedJobs"]
+        assert jobs[0]["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (replicated,) = jobs
+    spec = fields_of("ReplicatedJob", replicated)["template"]["spec"]
+    validate.validate(alone | {"spec": spec}, "1.37", strict=True)
+    pod, usual = spec["template"]["spec"], alone["spec"]["template"]["spec"]
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    labels = {"batch.kubernetes.io/job-name": f"bamboo-tried-{replicated['name']}-0"}  # as JobSet names its first Job
+    assert apart["labelSelector"]["matchLabels"] == labels
+    (agent,), (before,) = pod["containers"], usual["containers"]
+    logger = "csv,kubeflow" if kind == "trainjob" else "csv"
+    settings = [word for word in agent["command"] if word.startswith("logger=")]
+    assert settings[-1] == f"logger={logger}" and agent["env"] == before["env"]
+    assert agent["name"] == "node"  # the container that Trainer gives the address for progress
+
+
 @pytest.mark.parametrize(
     ("place", "words", "expected"),
     [
+        ("slurm", ["--hosts", "3", *ETCD, "--as", "jobset"], ["--as: expected none for slurm"]),
         ("torchrun", ["--hosts", "3", *ETCD], ["PLACE: .*torchrun ends every process when one ends"]),
         ("kubernets", ["--hosts", "3", *ETCD], ["PLACE: .*found 'kubernets'"]),
         ("slrm", ["--hosts", "3", "--etcd", "etcd"], ["PLACE: .*did you mean 'slurm'", "--etcd"]),

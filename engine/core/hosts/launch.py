@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.core.errors import Problem, nearest
 from engine.core.hosts.ends import USUAL_S
 
 PLACES = ("slurm", "k8s", "ray", "ssh")
+ObjectKind = Literal["job", "jobset", "trainjob"]  # of Kubernetes, with the agents in its pods
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # also a label of Kubernetes, with a suffix
 USUAL_GRACE_S, MOST_GRACE_S = 120, 3600
 SBATCH = re.compile(r"(--[a-z][a-z0-9-]*|-[A-Za-z])(?:[ =]?[^\x00-\x1f\x7f]+)?")  # an option, and its value
@@ -52,6 +54,7 @@ class LaunchPlan:
     extra: tuple[str, ...] = ()
     isa: str = ""
     cores: int = 1  # of each host: one for each of its workers
+    kind: ObjectKind = "job"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,6 +101,7 @@ def _of_other_places(place: str, plan: LaunchPlan) -> list[Problem]:
     """Returns the options that this place would leave out."""
     grace = "" if plan.grace_s == USUAL_GRACE_S else str(plan.grace_s)
     given: dict[str, tuple[str, tuple[str, ...]]] = {"--grace": (grace, ("slurm", "k8s"))}
+    given |= {"--as": ("" if plan.kind == "job" else plan.kind, ("k8s",))}
     given |= {"--image": (plan.image, ("k8s",)), "--sbatch": (" ".join(plan.extra), ("slurm",))}
     return [
         Problem(name, f"none for {place}", value, f"it is an option for {' and '.join(places)}")
