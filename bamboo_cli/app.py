@@ -38,7 +38,7 @@ COMMANDS = {
     "report": "Report on a run: tables, a self-contained page, a trace.",
     "collect": "Merge the records of all hosts of a run into RUN/collected, on one clock and in causal order.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the figures that got slower.",
-    "export": "Write the weights of a run for other programs: safetensors, torch, or a folder of shards.",
+    "export": "Write the weights of a run for other programs: safetensors, torch, a folder of shards, or DCP.",
     "schedule": "Show, check or export the program of a job, or compare schedules.",
     "checkpoint": "List the checkpoints of a run, verify every byte, delete old ones.",
     "list": "List runs, or the names a job or scenario can use.",

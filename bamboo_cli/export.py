@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from engine.core.texts import counted
 
 EPILOG = (
     "Examples:  bamboo export latest --output model.safetensors  |  bamboo export latest@39 --output model.pt  |  "
-    "bamboo export /data/kept --output folder"
+    "bamboo export /data/kept --output folder  |  bamboo export --to dcp --output folder"
 )
 _MIB = 2**20
 
@@ -30,16 +30,20 @@ def export(
             "--output", "-o", metavar="FILE|DIR", help="FILE.safetensors, FILE.pt, or a new folder (for shards)."
         ),
     ],
+    to: Annotated[
+        Literal["auto", "dcp"],
+        typer.Option("--to", help="auto: by the name of the output; dcp: a folder for torch.distributed.checkpoint."),
+    ] = "auto",
     results: Results = DEFAULT_RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights of a run for other programs: safetensors, torch, or a folder of shards.
+    """Write the weights of a run for other programs: safetensors, torch, a folder of shards, or DCP.
 
     Names are those of the model's own state_dict. `bamboo run --init` starts from such a file.
     """
     from engine.harness.run_list import export_weights
 
-    summary = export_weights(where, results, output, partial(echo, err=True))
+    summary = export_weights(where, results, output, partial(echo, err=True), to == "dcp")
     if as_json:
         echo(json.dumps(summary))
         return

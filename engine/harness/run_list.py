@@ -234,10 +234,12 @@ def _age_s(path: Path) -> float:
     return time.time() - path.lstat().st_mtime
 
 
-def export_weights(where: str, results: Path, output: Path, say: Callable[[str], object]) -> dict[str, Any]:
+def export_weights(
+    where: str, results: Path, output: Path, say: Callable[[str], object], for_dcp: bool = False
+) -> dict[str, Any]:
     """Writes the weights of a run's newest good checkpoint, or of one step, and returns facts about it.
 
-    `say` gets a line about each refused checkpoint.
+    `say` gets a line about each refused checkpoint. `for_dcp`: in the format of ``torch.distributed.checkpoint``.
 
     Raises:
         NothingMatchedError: there is no such run, or it has no checkpoint.
@@ -247,12 +249,12 @@ def export_weights(where: str, results: Path, output: Path, say: Callable[[str],
     from engine.models.hugging_face import save_config  # torch
     from engine.runtime.checkpoint.export import export, refuse_output
 
-    refuse_output(output)  # before every byte of the checkpoint is read
+    refuse_output(output, for_dcp)  # before every byte of the checkpoint is read
     choice = find_checkpoint(where, results, say)
     job = choice.manifest.job
     beside = (
         (lambda folder: save_config(job["model_args"], folder)) if job["model"] == HF_MODEL else lambda folder: None
     )
-    done = export(checkpoints_at(choice.origin.place), choice.manifest, output, beside=beside)
+    done = export(checkpoints_at(choice.origin.place), choice.manifest, output, beside=beside, for_dcp=for_dcp)
     facts = {"run": choice.manifest.run, "step": choice.manifest.step, "output": str(output)}
     return facts | {"tensors": done.tensors, "bytes": done.num_bytes}

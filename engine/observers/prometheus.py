@@ -20,6 +20,7 @@ from engine.observers.loggers import CoverDone, RecoveryDone, StepDone, Training
 FILE = "metrics.prom"  # in the run's folder
 ADDRESS = "127.0.0.1"
 _EVERY_S = 1.0
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _GAUGE, _COUNTER = "gauge", "counter"
 # Metric -> its type and meaning; each has the label `run`.
 METRICS = {
@@ -59,7 +60,7 @@ class PrometheusLogger:
 
     def start(self, job: Job, folder: Path) -> None:
         """Opens the port, or starts the thread that writes the file; raises OSError for a port that is in use."""
-        self._run = folder.name
+        self._run = _label("run", folder.name)
         self._set("planned_steps", job.steps)
         for name in ("steps_total", "uncovered_stages", "replicas_differ", "lost_steps_total"):
             self._set(name, 0)
@@ -139,8 +140,7 @@ class PrometheusLogger:
         return self._values[name][key]
 
     def _labels(self, labels: dict[str, str]) -> str:
-        escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-        return ",".join(f'{name}="{value.translate(escapes)}"' for name, value in {"run": self._run, **labels}.items())
+        return ",".join((self._run, *map(_label, labels, labels.values()))) if labels else self._run
 
     def _write_on(self, path: Path) -> None:
         written, is_last = "", False
@@ -152,6 +152,10 @@ class PrometheusLogger:
                 except StorageError as error:
                     self._error = error
                     return
+
+
+def _label(name: str, value: str) -> str:
+    return f'{name}="{value.translate(_ESCAPES)}"'
 
 
 def _number(value: float) -> str:

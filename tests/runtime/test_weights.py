@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -96,6 +97,24 @@ def test_an_export_has_the_names_of_the_model_and_gives_the_bits_of_the_run(
     assert validation_loss(model) == kept.validation
     if name == "folder":
         assert len(list((tmp_path / name).glob("model-*-of-*.safetensors"))) > 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_distributed_checkpoint_loads_an_export_with_the_bits_of_the_run(kept: Kept, tmp_path: Path) -> None:
+    done = export(kept.folder, kept.manifest, tmp_path / "folder", for_dcp=True)
+    model = whole_model()
+    state = {"model": {name: torch.full_like(value, 7) for name, value in model.state_dict().items()}}
+    with pytest.raises(torch.distributed.checkpoint.api.CheckpointException, match="Missing key"):
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "folder", no_dist=True)
+    torch.distributed.checkpoint.load(state["model"], checkpoint_id=tmp_path / "folder", no_dist=True)
+    model.load_state_dict(state["model"])
+    assert validation_loss(model) == kept.validation and done.tensors == len(state["model"])
+    with pytest.raises(UserError, match=r"--output: expected a new folder, found '.*m.pt' \(torch's DCP has"):
+        export(kept.folder, kept.manifest, tmp_path / "m.pt", for_dcp=True)
+    with pytest.raises(UserError, match="a new folder"):
+        export(kept.folder, kept.manifest, tmp_path / "folder", for_dcp=True)
+    with pytest.raises(UserError, match="init: expected a folder with safetensors files"):  # its index is a pickle
+        GivenWeights(str(tmp_path / "folder"))
 
 
 def test_an_export_opens_where_bamboo_cannot_be_imported(kept: Kept, tmp_path: Path) -> None:

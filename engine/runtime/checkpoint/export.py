@@ -2,7 +2,8 @@
 
 The names are those of the model's own state_dict. Formats: one safetensors file; one file of `torch.save`, which
 ``torch.load(weights_only=True)`` reads; a folder of safetensors files with the index that transformers and other
-readers know. A file is replaced atomically; a folder must be new, and gets its name once it is complete.
+readers know; a folder that ``torch.distributed.checkpoint.load`` reads in any number of processes. A file is replaced
+atomically; a folder must be new, and gets its name once it is complete.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,18 +52,28 @@ def export(
     output: Path,
     largest: int = _LARGEST_BYTES,
     beside: Callable[[Path], object] = lambda folder: None,
+    for_dcp: bool = False,
 ) -> ExportedWeights:
     """Writes the weights of a checkpoint to a ``.safetensors`` file, a ``.pt`` or ``.pth`` file, or a new folder.
 
-    A file in a folder has at most `largest` bytes of tensors, or one tensor; `beside` writes other files into it.
+    A file in a folder has at most `largest` bytes of tensors, or one tensor; `beside` writes other files into it. With
+    `for_dcp`, the folder is one for ``torch.distributed.checkpoint`` instead.
 
     Raises:
         StorageError: a file cannot be written, or one of the checkpoint is damaged.
         UserError: the output has another format, or is a folder that is not empty.
     """
-    refuse_output(output)
+    refuse_output(output, for_dcp)
+    if for_dcp:
+        return _write_folder(partial(_write_for_dcp, weights_of(folder, manifest)), output)
     if not output.suffix:
-        return _write_folder(_tensors(folder, manifest), output, largest, beside)
+
+        def write(new: Path) -> ExportedWeights:
+            written = _write_files(_tensors(folder, manifest), new, largest)
+            beside(new)
+            return written
+
+        return _write_folder(write, output)
     tensors = weights_of(folder, manifest)
     if output.suffix == ".safetensors":
         write_named(output, as_safetensors(tensors))
@@ -71,8 +84,10 @@ def export(
     return ExportedWeights(len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def refuse_output(output: Path) -> None:
+def refuse_output(output: Path, for_dcp: bool = False) -> None:
     """Raises UserError for an output that is neither a file of a known format nor a new or empty folder."""
+    if for_dcp and output.suffix in _FILES:
+        raise UserError([Problem("--output", "a new folder", repr(str(output)), "torch's DCP has a file per process")])
     if output.suffix in _FILES or not (output.suffix or output.exists()):
         return
     if output.suffix or not output.is_dir() or any(output.iterdir()):
@@ -104,15 +119,12 @@ def as_safetensors(tensors: dict[str, Tensor]) -> bytes:
     return save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, metadata=_METADATA)
 
 
-def _write_folder(
-    tensors: Iterator[tuple[str, Tensor]], output: Path, largest: int, beside: Callable[[Path], object]
-) -> ExportedWeights:
+def _write_folder(write: Callable[[Path], ExportedWeights], output: Path) -> ExportedWeights:
     temporary = output.parent / f".{output.name}.{os.urandom(8).hex()}"
     with storage_errors("write", output):
         temporary.mkdir(mode=0o700)
         try:
-            written = _write_files(tensors, temporary, largest)
-            beside(temporary)
+            written = write(temporary)
             mask = os.umask(0)
             os.umask(mask)
             temporary.chmod(0o777 & ~mask)
@@ -121,6 +133,15 @@ def _write_folder(
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     return written
+
+
+def _write_for_dcp(tensors: dict[str, Tensor], folder: Path) -> ExportedWeights:
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+        save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+    return ExportedWeights(len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: int) -> ExportedWeights:
