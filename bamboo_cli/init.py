@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from bamboo_cli.echo import echo
+from engine.core.errors import Problem, UserError
+from engine.core.job.job import FACTORY
+from engine.files.jobs.starter import CiSystem
 
-EPILOG = "Examples:  bamboo init  |  bamboo init --ci github  |  bamboo init elsewhere"
+EPILOG = (
+    "Examples:  bamboo init  |  bamboo init --model mine:Net --data mine:data --ci github  |  "
+    "bamboo init elsewhere --ci gitlab"
+)
 _HERE = Path()
 
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder to write into", show_default=False)] = _HERE,
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME", help="Model of the job: a built-in one, or module:factory.")
+    ] = "mlp",
+    data: Annotated[
+        str, typer.Option("--data", metavar="NAME", help="Its data: a built-in source, a file, or module:factory.")
+    ] = "",
+    stages: Annotated[int, typer.Option("--stages", min=2, help="Number of stages of the pipeline.")] = 3,
     ci: Annotated[
-        Literal["none", "github"], typer.Option("--ci", help="github: also write a workflow that runs them.")
+        CiSystem, typer.Option("--ci", help="Also write a workflow that runs the matrix, and its constraints.")
     ] = "none",
 ) -> None:
     """Write a starter job, scenario and matrix; with --ci also a workflow. Existing files are kept."""
-    from engine.files.jobs.starter import SCENARIO, WORKFLOW, reference, starter, write_new
+    from engine.files.jobs.starter import (
+        GITLAB,
+        INCLUDES,
+        JOB,
+        MATRIX,
+        SCENARIO,
+        WORKFLOW,
+        reference,
+        starter,
+        write_new,
+    )
 
-    files = starter(ci == "github")
+    for name, value in (("--model", model), ("--data", data)):
+        if ":" in value and not FACTORY.fullmatch(value):
+            raise UserError([Problem(name, "package.module:factory", repr(value))])
+    files = starter(ci, model, data, stages)
     written = write_new(folder, files)
     for path in (folder / name for name in files):
         echo(f"{path}{'' if path in written else ' (kept: it exists)'}")
-    if folder / WORKFLOW in written and not reference():
+    if model not in (folder / JOB).read_text(encoding="utf-8", errors="replace") and model != "mlp":
+        echo(f"next: set model: {model} in {folder / JOB}")
+    if ci == "gitlab" and folder / INCLUDES not in written:
+        echo(f"next: include {GITLAB} in {folder / INCLUDES}")
+    if {folder / WORKFLOW, folder / GITLAB} & {*written} and not reference():
         echo("next: put a wheel of bamboo into wheels/, or set BAMBOO in the workflow to where pip can get it")
-    echo(f"next: bamboo inject {folder / SCENARIO}")
+    trust = " --trust-code" if FACTORY.fullmatch(model) or FACTORY.fullmatch(data) else ""
+    echo(f"next: bamboo inject {folder / SCENARIO}{trust}, then bamboo matrix {folder / MATRIX}{trust}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from email.message import Message
-from importlib.metadata import PathDistribution
+from importlib.metadata import PathDistribution, version
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,27 @@ import yaml
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.errors import StorageError
-from engine.files.jobs.starter import JOB, MATRIX, SCENARIO, WORKFLOW, reference, starter, workflow, write_new
+from engine.core.errors import StorageError, UserError
+from engine.files.jobs.starter import (
+    CONSTRAINTS,
+    GITLAB,
+    INCLUDES,
+    JOB,
+    MATRIX,
+    SCENARIO,
+    WORKFLOW,
+    reference,
+    starter,
+    workflow,
+    write_new,
+)
 
 
 def test_the_files_are_good_and_have_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scenario had a copy of the job, and the workflow ran matrices of another model."""
     monkeypatch.chdir(tmp_path)
     told = CliRunner().invoke(app, ["init", "--ci", "github"]).output
-    assert told.splitlines()[:4] == [JOB, SCENARIO, MATRIX, WORKFLOW]
+    assert told.splitlines()[:5] == [JOB, SCENARIO, MATRIX, WORKFLOW, CONSTRAINTS]
     assert "put a wheel of bamboo into wheels/" in told  # this one is installed from a folder
     found = CliRunner().invoke(app, ["validate", JOB, SCENARIO, MATRIX])
     assert found.exit_code == 0, found.output
@@ -31,8 +43,33 @@ def test_the_files_are_good_and_have_one_job(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+def test_both_systems_run_the_same_commands_for_the_users_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of GitHub's are executed by tests/e2e/test_starter_workflow.py."""
+    monkeypatch.chdir(tmp_path)
+    words = ["init", "--model", "mine:Net", "--data", "mine:data", "--stages", "2", "--ci"]
+    for name in ("github", "gitlab"):
+        told = CliRunner().invoke(app, [*words, name], catch_exceptions=False).output
+    assert told.splitlines()[-1].endswith(f"bamboo matrix {MATRIX} --trust-code") and "next: set" not in told
+    job = yaml.safe_load((tmp_path / JOB).read_text())
+    assert (job["model"], job["data"], job["stages"]) == ("mine:Net", "mine:data", 2)
+    steps = yaml.safe_load((tmp_path / WORKFLOW).read_text())["jobs"]["faults"]["steps"]
+    *before, after = [each["run"].replace(WORKFLOW, GITLAB) for each in steps if "run" in each]
+    gitlab = yaml.safe_load((tmp_path / GITLAB).read_text())["bamboo"]
+    assert (gitlab["script"], gitlab["after_script"]) == (before, [after])
+    assert yaml.safe_load((tmp_path / INCLUDES).read_text()) == {"include": [{"local": GITLAB}]}
+    pins = (tmp_path / CONSTRAINTS).read_text().splitlines()
+    assert f"numpy=={version('numpy')}" in pins and not any(each.startswith("bamboo") for each in pins)
+    assert all("+" not in each for each in pins), "the build of torch is the runner's"
+    with pytest.raises(UserError, match=r"--model: expected package.module:factory, found 'mine:Net-1'"):
+        CliRunner().invoke(app, ["init", "--model", "mine:Net-1"], catch_exceptions=False)
+    told = CliRunner().invoke(app, ["init", "--model", "mine:Other"], catch_exceptions=False).output
+    assert f"next: set model: mine:Other in {JOB}" in told
+
+
 def test_without_a_workflow(tmp_path: Path) -> None:
-    write_new(tmp_path, starter(with_workflow=False))
+    write_new(tmp_path, starter())
     assert not (tmp_path / ".github").exists()
 
 
@@ -46,14 +83,14 @@ def test_what_exists_is_kept_and_the_rest_is_written(tmp_path: Path) -> None:
 
 def test_a_dangling_link_is_a_file_too(tmp_path: Path) -> None:
     (tmp_path / JOB).symlink_to(tmp_path / "nowhere")
-    assert tmp_path / JOB not in write_new(tmp_path, starter(with_workflow=False))
+    assert tmp_path / JOB not in write_new(tmp_path, starter())
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "scenarios").write_text("")
     with pytest.raises(StorageError, match=r"cannot (make|write)"):
-        write_new(tmp_path, starter(with_workflow=False))
+        write_new(tmp_path, starter())
 
 
 GIT = {"url": "https://h/o/bamboo", "vcs_info": {"vcs": "git", "commit_id": "abc"}}

@@ -115,7 +115,7 @@ WRITERS: dict[str, Write] = {
     "lane-0.log": lambda folder: Lane("engine.none", folder / "lane-0.log"),
     "etcd.log": lambda folder: EmbeddedEtcd(folder).start(),
     **{
-        name: lambda folder: write_new(folder, starter(with_workflow=True))
+        name: lambda folder: write_new(folder, starter("github"))
         for name in ("bamboo.yaml", "scenarios/first.yaml", "scenarios/matrix.yaml", WORKFLOW)
     },
 }

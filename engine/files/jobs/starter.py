@@ -1,15 +1,17 @@
-"""The files that `bamboo init` writes: a job, a scenario and a matrix of it, and a GitHub workflow that runs them.
+"""The files that `bamboo init` writes: a job, a scenario and a matrix of it, and a workflow of GitHub or GitLab.
 
-Rule: a file that exists is kept.
+Rules: a file that exists is kept. A workflow has constraints beside it: the versions of this installation, whose bits
+are those that the user knows.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from engine.files.atomic_write import create_file
@@ -19,6 +21,9 @@ JOB = "bamboo.yaml"
 SCENARIO = "scenarios/first.yaml"
 MATRIX = "scenarios/matrix.yaml"
 WORKFLOW = ".github/workflows/bamboo.yml"
+GITLAB, INCLUDES = ".gitlab/bamboo.yml", ".gitlab-ci.yml"
+CONSTRAINTS = "constraints.txt"
+CiSystem = Literal["none", "github", "gitlab"]
 _TEMPLATES = {JOB: "starter_job.j2", SCENARIO: "starter_scenario.j2", MATRIX: "starter_matrix.j2"}
 
 
@@ -39,15 +44,34 @@ def reference(installed: Distribution | None = None) -> str:
     return next((f"git+{url}" for label, _, url in labelled if label.lower() in ("repository", "source")), "")
 
 
-def workflow(source: str) -> str:
+def workflow(source: str, ci: CiSystem = "github") -> str:
     """Returns the workflow; `source` is the place from which pip installs bamboo."""
-    return rendered(__package__, "starter_workflow.j2", reference=json.dumps(source), file=WORKFLOW)
+    template, file = ("starter_workflow.j2", WORKFLOW) if ci == "github" else ("starter_gitlab.j2", GITLAB)
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return rendered(__package__, template, reference=json.dumps(source), file=file, python=python)
 
 
-def starter(with_workflow: bool) -> dict[str, str]:
-    """Returns the files for a new project: path below the user's folder -> text."""
-    files = {path: rendered(__package__, template) for path, template in _TEMPLATES.items()}
-    return files | ({WORKFLOW: workflow(reference())} if with_workflow else {})
+def constraints() -> str:
+    """Returns the versions of the packages here, one a line, without those that came from a folder or a repository."""
+    pins = {
+        str(each.metadata["Name"]): each.version.partition("+")[0]  # the build of torch is the runner's
+        for each in distributions()
+        if not each.read_text("direct_url.json")
+    }
+    lines = (f"{name}=={pins[name]}\n" for name in sorted(pins, key=str.lower))
+    return "".join(("# The versions with which `bamboo init` was called: pip install --constraint.\n", *lines))
+
+
+def starter(ci: CiSystem = "none", model: str = "mlp", data: str = "", stages: int = 3) -> dict[str, str]:
+    """Returns the files for a new project, of a job with this model and data: path below the user's folder -> text."""
+    values = {"model": model, "data": data, "stages": stages}
+    files = {path: rendered(__package__, template, **values) for path, template in _TEMPLATES.items()}
+    if ci == "github":
+        return {**files, WORKFLOW: workflow(reference()), CONSTRAINTS: constraints()}
+    if ci == "gitlab":
+        includes = f"include:\n  - local: {GITLAB}\n"
+        return {**files, GITLAB: workflow(reference(), ci), INCLUDES: includes, CONSTRAINTS: constraints()}
+    return files
 
 
 def write_new(folder: Path, files: Mapping[str, str]) -> list[Path]:
