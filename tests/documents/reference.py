@@ -1,7 +1,7 @@
 """The reference pages (docs/reference), generated from the program: jobs, scenarios, commands, records, Python.
 
-`python -m tests.documents.reference` writes every generated text of the repository again: these pages, the schemas in
-`scenarios/` and `tests/cli/interface.txt`.
+`python -m tests.documents.reference` writes every generated text of the repository again: these pages, the ones for
+coding agents (AGENTS.md, llms.txt), the schemas in `scenarios/` and `tests/cli/interface.txt`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.report.made_up import load as load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
+AT_ROOT = ("AGENTS.md", "llms.txt")
 _TEMPLATES = Path(__file__).with_name("templates")
 _TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping"}
 _FORMS = {
@@ -239,6 +240,27 @@ def _members(thing: Any) -> list[dict[str, str]]:
     ]
 
 
+_EXIT_CODE = re.compile(r"^\| (?P<code>\d+) \| (?P<name>[A-Z_]+) \| .* \| (?P<do>[^|]*) \|$", re.MULTILINE)
+
+
+def exit_codes() -> Iterator[dict[str, str]]:
+    """Yields each exit code for which there is something to do, with links from the root of the repository."""
+    table = (FOLDER / "exit-codes.md").read_text(encoding="utf-8")
+    for row in _EXIT_CODE.finditer(table):
+        if row["do"] != "-":
+            yield row.groupdict() | {"do": row["do"].replace("](../", "](docs/")}
+
+
+def documents(folder: str) -> Iterator[dict[str, str]]:
+    """Yields the title, the path and the first sentence of each page in a folder of the repository."""
+    for path in sorted({*(ROOT / folder).glob("*.md")} - {ROOT / each for each in AT_ROOT}):
+        title, _, rest = path.read_text(encoding="utf-8").partition("\n")
+        prose = re.sub(r"```[\s\S]*?```|^    .*$|^<!--.*$|^[|#!].*$", "", rest, flags=re.MULTILINE)
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell(re.split(r"\n\s*\n", prose.strip())[0]))
+        about = re.split(r"(?<=\.)\s", text)[0].strip("- .")
+        yield {"title": title.lstrip("# "), "path": path.relative_to(ROOT).as_posix(), "about": about}
+
+
 def pages() -> dict[str, str]:
     """Returns the text of each generated page by its name."""
     environment = Environment(
@@ -259,9 +281,18 @@ def pages() -> dict[str, str]:
         "records": list(records()),
         "tables": list(tables()),
         "names": list(names()),
+        "exit_codes": list(exit_codes()),
+        "guides": list(documents("docs")),
+        "references": list(documents("docs/reference")),
+        "others": list(documents(".")),
     }
     found = {each.removesuffix(".j2"): environment.get_template(each) for each in environment.list_templates()}
     return {name: template.render(facts) for name, template in found.items()}
+
+
+def place(name: str) -> Path:
+    """Returns the place of a generated page."""
+    return (ROOT if name in AT_ROOT else FOLDER) / name
 
 
 def _kind_keys() -> frozenset[str]:
@@ -272,7 +303,7 @@ def _kind_keys() -> frozenset[str]:
 def main() -> None:
     """Writes all generated texts."""
     for name, text in pages().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+        place(name).write_text(text, encoding="utf-8")
     for kind in ("scenario", "matrix"):
         text = CliRunner().invoke(app, ["schema", kind]).stdout
         (ROOT / "scenarios" / f"{kind}.schema.json").write_text(text, encoding="utf-8")

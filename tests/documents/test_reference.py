@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from bamboo_cli.app import COMMANDS
 from engine.codec.records import RECORDS
 from engine.core.errors import ExitCode
 from engine.core.job import job as jobs
@@ -20,13 +22,13 @@ PAGES = reference.pages()
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_a_page_is_the_generated_one(name: str) -> None:
-    written = (reference.FOLDER / name).read_text(encoding="utf-8")
+    written = reference.place(name).read_text(encoding="utf-8")
     assert written.splitlines() == PAGES[name].splitlines(), "make reference"
 
 
 def test_no_page_is_left_over() -> None:
     written = {path.name for path in reference.FOLDER.glob("*.md")}
-    assert written == {*PAGES, "exit-codes.md"}
+    assert written == {*PAGES, "exit-codes.md"} - {*reference.AT_ROOT}
 
 
 def test_pages_have_every_part() -> None:
@@ -36,6 +38,20 @@ def test_pages_have_every_part() -> None:
     assert "| `cases[].only` |" in PAGES["scenarios.md"] and "| `expect.recovery.max` |" in PAGES["scenarios.md"]
     assert "## `bamboo.train`" in PAGES["python.md"] and "`--kill STEP" in PAGES["commands.md"]
     assert len(ExitCode) == 20
+
+
+def test_agents_get_every_command_every_code_and_every_page() -> None:
+    agents, index = PAGES["AGENTS.md"], PAGES["llms.txt"]
+    assert [each for each in COMMANDS if f"| `bamboo {each}" not in agents] == ["bench"]
+    assert {f"{int(each)} {each.name}" for each in ExitCode if each.name in ("USAGE", "STATE_LOST", "INTERNAL")} <= {
+        *re.findall(r"^\| (\d+ [A-Z_]+) \|", agents, re.MULTILINE)
+    }
+    assert len(agents.splitlines()) < 100, "it is read as a whole, with each task"
+    docs = {path.relative_to(reference.ROOT).as_posix() for path in reference.ROOT.glob("docs/*.md")}
+    assert docs <= {*re.findall(r"\]\(([^)]+)\)", index)}
+    assert [
+        line for line in index.splitlines() if line.startswith("- ") and not re.fullmatch(r"- \[.+\]\(.+\): .+", line)
+    ] == []
 
 
 def test_a_new_field_gets_a_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
