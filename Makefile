@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -54,6 +54,10 @@ check: $(TEST_STAMP)
 # Every text that is generated from the program: docs/reference, the schemas in scenarios, tests/cli/interface.txt.
 reference: $(TEST_STAMP)
 	.venv/bin/python -m tests.documents.reference
+
+# Into dist, with the build tools of .venv; CI keeps it.
+wheel: $(TEST_STAMP)
+	.venv/bin/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
 bench: $(TEST_STAMP)
 	.venv/bin/bamboo bench pipeline --quick

@@ -34,7 +34,7 @@ MOST_LINES = {
     "docs/elastic.md": 195,
     "docs/faults.md": 230,
     "docs/hosts.md": 215,
-    "docs/operations.md": 190,
+    "docs/operations.md": 200,
     "docs/own-model.md": 265,
     "docs/python.md": 270,
 }  # the others: 150
