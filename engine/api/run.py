@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 Callback = Callable[[StepDone], object] | Logger
 
 _POLL_S = 0.1
-_HOOKS = ("start", "step", "recovery", "validation", "finish")
+_HOOKS = ("start", "step", "recovery", "cover", "validation", "finish")
 
 
 class _Steps:
