@@ -85,13 +85,13 @@ def main() -> int:
                     times[kind] += run.table("steps")["duration_ms"].tolist()[_WARM:]
                 _tell(f"{name}, round {number + 1}", times, len(trajectories))
             differs |= len(trajectories) != 1
-    for kind in kinds if given.kinds is not KINDS else ():
-        print(f"{kind or 'no logger'}: {_cpu_us(kind):.0f} us of CPU per step, in a process of its own")
+        for kind in kinds if given.kinds is not KINDS else ():
+            print(f"{kind or 'no logger'}: {_cpu_us(kind):.0f} us of CPU per step, to read and to log it")
     return int(differs)
 
 
 def _cpu_us(kind: str, steps: int = 2_000) -> float:
-    """Returns the CPU time per step of a process that reads made-up steps for a logger, after its first ones."""
+    """Returns the CPU time per step, in us, of reading made-up steps for a logger, after the first ones."""
     events = Path(tempfile.mkdtemp(dir=".")) / "events.jsonl"
     begin = [{"event": "job", "steps": steps}, {"event": "go", "epoch": 1, "at_ns": 1}]
     feed = LoggerFeed(made_logger(kind) if kind else None, events)
