@@ -21,7 +21,7 @@ from engine.core.units import MOST_FLOAT, Args, Scalar
 
 Factory = Callable[..., Any]
 
-_SHARES = frozenset({"dropout", "beta1", "beta2"})
+_SHARES = frozenset({"dropout", "beta1", "beta2", "label_smoothing"})
 # Two threads that parse at once break each other's count of recursions (CPython's gh-106905).
 _parsing = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The loss and the metric of the built-in models, and the call of a model's loss and metrics.
+"""The losses that a job can name, the metric of the built-in models, and the call of a model's loss and metrics.
 
 They are pure functions of (outputs, targets), means over the microbatch.
 """
@@ -30,6 +30,46 @@ def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
 
 
+# Losses by name: the first output, in float32, is compared with the first target. Arguments follow the asterisk.
+
+
+def cross_entropy(outputs: Tensors, targets: Tensors, *, label_smoothing: float = 0.0) -> Tensor:
+    """Returns the cross-entropy over the last dimension in nats, as torch defines it; targets are classes."""
+    output, target = outputs[0].float().flatten(0, -2), targets[0].flatten()
+    return F.cross_entropy(output, target, ignore_index=IGNORED, label_smoothing=label_smoothing)
+
+
+def mse(outputs: Tensors, targets: Tensors) -> Tensor:
+    """Returns the mean square error."""
+    return F.mse_loss(outputs[0].float(), targets[0])
+
+
+def l1(outputs: Tensors, targets: Tensors) -> Tensor:
+    """Returns the mean absolute error."""
+    return F.l1_loss(outputs[0].float(), targets[0])
+
+
+def smooth_l1(outputs: Tensors, targets: Tensors, *, beta: float = 1.0) -> Tensor:
+    """Returns the mean absolute error, quadratic below `beta`."""
+    return F.smooth_l1_loss(outputs[0].float(), targets[0], beta=beta)
+
+
+def huber(outputs: Tensors, targets: Tensors, *, delta: float = 1.0) -> Tensor:
+    """Returns the mean square error, linear above `delta`, which is above 0."""
+    return F.huber_loss(outputs[0].float(), targets[0], delta=delta)
+
+
+def bce_with_logits(outputs: Tensors, targets: Tensors, *, pos_weight: float = 1.0) -> Tensor:
+    """Returns the binary cross-entropy of logits with targets in 0..1; `pos_weight` multiplies that of positives."""
+    output = outputs[0].float()
+    weight = output.new_tensor(pos_weight)
+    return F.binary_cross_entropy_with_logits(output, targets[0].to(output.dtype), pos_weight=weight)
+
+
+def _is_of_classes(loss: Loss) -> bool:
+    return getattr(loss, "func", loss) in (default_loss, cross_entropy)  # a partial has arguments of the job
+
+
 def accuracy(outputs: Tensors, targets: Tensors) -> Tensor:
     """Returns the fraction of targets that count, in 0..1, whose class has the largest output."""
     counted = targets[0] != IGNORED
@@ -47,10 +87,10 @@ def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
 def metrics_of(model: Model, outputs: Tensors, targets: Tensors) -> dict[str, float]:
     """Returns the metrics of a microbatch by name; an exception in one of them names it.
 
-    The accuracy is a metric of each model with the default loss, if that is a cross-entropy.
+    The accuracy is a metric of each model with the default loss or `cross_entropy`, if targets are classes.
     """
     outputs = outputs[model.num_loss_outputs :]
-    has_classes = model.loss is default_loss and not targets[0].is_floating_point()
+    has_classes = _is_of_classes(model.loss) and not targets[0].is_floating_point()
     usual = model.metric or (accuracy if has_classes else None)
     metrics = model.metrics if usual is None else {_name_of(usual): usual, **model.metrics}
     return {name: float(_called(f"the metric {name}", each, outputs, targets)) for name, each in metrics.items()}
@@ -71,7 +111,7 @@ def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> T
             kind = shapes_of((value,)) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {kind}")
     except RAISED as error:
-        blame(error, place, function, _hint(error, outputs, targets, function is default_loss))
+        blame(error, place, function, _hint(error, outputs, targets, _is_of_classes(function)))
         raise
     return value
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from engine.core.errors import Problem, UserError, required
 from engine.core.job.job import PERPLEXITY, Job, named_metrics
+from engine.models import losses
+from engine.models.arguments import check_user_args
 from engine.models.data import Data, DataFacts, with_form
 from engine.models.layers import Loss, Model, with_skips
 from engine.models.losses import METRICS
-from engine.models.model_registry import MODELS, Builtin, model_problems
+from engine.models.model_registry import LOSSES, MODELS, Builtin, loss_problems, model_problems
 from engine.models.user_factory import import_factory, user_model
 
 _ORDINARY = Builtin("traced.ordinary", "ordinary_model")  # few jobs need its modules
@@ -29,7 +32,7 @@ def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
 
     An ordinary module is called with its example inputs, else with the first microbatch of `data`.
     """
-    if problems := model_problems(job):
+    if problems := [*model_problems(job), *loss_problems(job)]:
         raise UserError(problems)
     form = facts.form
 
@@ -40,9 +43,20 @@ def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
         return made
 
     made = _builtin_model(job, facts) if job.model in MODELS else user_model(job, ordinary)
-    made = replace(made, metrics={**made.metrics, **_metrics(job)})
+    made = replace(made, loss=_loss(job) or made.loss, metrics={**made.metrics, **_metrics(job)})
     # The form is innermost: skip connections see tensors only.
     return with_skips(with_form(made, form))
+
+
+def _loss(job: Job) -> Loss | None:
+    """Returns the loss that a job names with its arguments; None if it is the model's own."""
+    if job.loss in LOSSES:
+        return partial(getattr(losses, job.loss), **job.loss_args)
+    if not job.loss:
+        return None
+    function = import_factory("loss", job.loss)
+    check_user_args("loss_args", partial(function, (), ()), job.loss_args)
+    return partial(function, **job.loss_args)
 
 
 def _metrics(job: Job) -> dict[str, Loss]:

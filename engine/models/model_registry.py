@@ -124,6 +124,11 @@ DATA: dict[str, dict[Task, Builtin]] = {
 }
 
 
+# Each loss takes (outputs, targets); its keyword-only parameters are the job's loss_args.
+_LOSSES = ("bce_with_logits", "cross_entropy", "huber", "l1", "mse", "smooth_l1")
+LOSSES = {name: Builtin("losses", name) for name in _LOSSES}
+
+
 def is_own(name: str) -> bool:
     """Returns whether the name of a model or data source is a user's factory, ``package.module:factory``."""
     return FACTORY.fullmatch(name) is not None
@@ -131,7 +136,20 @@ def is_own(name: str) -> bool:
 
 def problems_of(job: Job) -> list[Problem]:
     """Returns the problems with the built-in model and data of a job."""
-    return [*model_problems(job), *([] if is_own(job.data) else data_problems(job))]
+    return [*model_problems(job), *loss_problems(job), *([] if is_own(job.data) else data_problems(job))]
+
+
+def loss_problems(job: Job) -> list[Problem]:
+    """Returns the problems with the loss of a job, and with its arguments unless it is the user's."""
+    if is_own(job.loss):
+        return []
+    if job.loss in LOSSES:
+        return LOSSES[job.loss].problems("loss_args", job.loss_args)
+    if job.loss:
+        expected = f"one of {', '.join(LOSSES)}, or package.module:loss"
+        return [Problem("loss", expected, repr(job.loss), _with_colon(job.loss) or nearest(job.loss, LOSSES))]
+    hint = "name the loss that takes them, such as cross_entropy"
+    return [Problem("loss_args", "no arguments without a loss", ", ".join(job.loss_args), hint)] * bool(job.loss_args)
 
 
 def name_problems(job: Job) -> list[Problem]:
@@ -168,7 +186,7 @@ def model_problems(job: Job) -> list[Problem]:
 def argument_names(job: Job) -> list[str]:
     """Returns the arguments of the built-in model and data of a job, such as ``model_args.width``."""
     entry, data = MODELS.get(job.model), None if is_own(job.data) else data_factory(job)
-    factories = {"model_args": entry.factory if entry else None, "data_args": data}
+    factories = {"model_args": entry.factory if entry else None, "data_args": data, "loss_args": LOSSES.get(job.loss)}
     return [f"{field}.{name}" for field, each in factories.items() if each is not None for name in each.arguments({})]
 
 

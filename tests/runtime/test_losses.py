@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from engine.core.errors import UserError
 from engine.core.job.job import Job
+from engine.models.data import DataFacts
 from engine.models.layers import Loss, Model, Tensors
 from engine.models.losses import IGNORED, default_loss, loss_of, metrics_of
+from engine.models.model_loader import build_model
 from engine.models.user_code import exception_of
 from engine.runtime.stage.stage import Stage
 
@@ -117,3 +120,32 @@ def test_an_exception_in_a_backward_names_the_layer() -> None:
     with pytest.raises(ValueError, match="planted") as caught:
         stage.backward(0, 0, ())
     assert exception_of(caught.value).place == "the backward of layer 1 (1)"
+
+
+def named(**fields: Any) -> Model:
+    """Returns the model of a job that names its loss."""
+    return build_model(
+        Job(model="mlp", data="digits", **fields),
+        DataFacts(task="classify", num_classes=10, channels=1, height=4, width=4),
+    )
+
+
+def test_a_job_names_its_loss_with_arguments() -> None:
+    outputs, targets = (torch.randn(4, 10),), (torch.tensor([1, 2, IGNORED, 3]),)
+    model = named(loss="cross_entropy", loss_args={"label_smoothing": 0.1})
+    expected = nn.functional.cross_entropy(outputs[0], targets[0], label_smoothing=0.1)
+    assert torch.equal(loss_of(model, outputs, targets), expected)
+    assert list(metrics_of(model, outputs, targets)) == ["accuracy"]
+    own = named(loss=f"{__name__}:scaled", loss_args={"factor": 3.0})
+    assert torch.equal(loss_of(own, outputs, targets), scaled(outputs, targets, factor=3.0))
+    with pytest.raises(UserError, match=r"loss_args\.label_smoothing: expected a number >= 0 and < 1, found 1\.5"):
+        named(loss="cross_entropy", loss_args={"label_smoothing": 1.5})
+    with pytest.raises(UserError, match="did you mean 'cross_entropy'"):
+        named(loss="crossentropy")
+    with pytest.raises(UserError, match="no arguments without a loss"):
+        named(loss_args={"label_smoothing": 0.1})
+
+
+def scaled(outputs: Any, targets: Any, factor: float = 1.0) -> Any:
+    """Is a loss with an argument."""
+    return cross(outputs, targets) * factor

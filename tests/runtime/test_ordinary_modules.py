@@ -510,6 +510,8 @@ def test_a_language_model_is_cut_at_its_blocks() -> None:
     assert len(model.shared_buffers) == 1
     assert isinstance(model.loss, OutputLoss)
     assert batch.inputs[0].shape == (4, 32)
+    with pytest.raises(UserError, match="loss: expected no value with a model that has its own, found 'mse'"):
+        built(f"{MODULES}:language_model", "text", loss="mse")
 
 
 @pytest.mark.parametrize(

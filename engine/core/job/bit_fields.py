@@ -52,8 +52,7 @@ OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
 # The fields that tell one job from another. A job with another learning rate is the same one, changed: it is neither
 # resumed nor begun anew without a word.
 _IDENTITY = ("model", "model_args", "data", "data_args", "seed", "name")
-# What older versions did where they lacked a field. They were deterministic on a GPU; on the CPU the setting changes
-# only bits that were random anyway.
+# What older versions did where they lacked a field, if not the default of today: on a GPU they were deterministic.
 _BEFORE: Mapping[str, object] = {"device": "cpu", "deterministic": True}
 # The facts of a host that select the compute kernels, and so the bits.
 BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
@@ -134,7 +133,7 @@ def bit_differences(
     """
     ours = asdict(job.masked)
     names = [name for name in ours if name not in NEUTRAL and (name != "steps" or depends_on_steps(job))]
-    of_job = [BitDifference(name, before.get(name, _BEFORE.get(name)), ours[name]) for name in names]
+    of_job = [BitDifference(name, _kept(before, name), ours[name]) for name in names]
     different = [each for each in of_job if _plain(each.before) != _plain(each.now)]
     return different + different_facts(compared_facts(facts, job), compared_facts(now, job))
 
@@ -165,9 +164,14 @@ def identity_difference(before: Mapping[str, object], job: Job) -> BitDifference
 def is_same_job(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Returns whether two kept jobs are one job, and decide the same bits."""
     names = [name for name in asdict(Job()) if name not in NEUTRAL]
-    values = [[each.get(name, _BEFORE.get(name)) for name in names] for each in (one, other)]
+    values = [[_kept(each, name) for name in names] for each in (one, other)]
     fingerprints = [job_fingerprint(each) for each in (one, other)]
     return bool(fingerprints[0]) and fingerprints[0] == fingerprints[1] and values[0] == values[1]
+
+
+def _kept(job: Mapping[str, object], name: str) -> object:
+    """Returns the value of a field in a kept job, which may be older than the field."""
+    return job[name] if name in job else _BEFORE.get(name, getattr(Job(), name))
 
 
 def _plain(value: object) -> object:

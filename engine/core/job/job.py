@@ -22,7 +22,7 @@ RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the layers at which stages 1, 2, ... begin: 2,4,6"
-CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
+CODE_FIELDS = ("model", "data", "collate", "loss", "metrics", "schedule", "optimizer", "lr_schedule", "logger")
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
@@ -45,6 +45,12 @@ class Job:
         "package.module:function that turns a list of samples into a microbatch (trusted code); default: the data "
         "source's own",
     )
+    loss: str = described(
+        "",
+        "cross_entropy, mse, l1, smooth_l1, huber, bce_with_logits, or package.module:loss (trusted code); default: "
+        "the model's own",
+    )
+    loss_args: Args = described(dict, "arguments of the loss, such as label_smoothing")
     load_ahead: int = described(
         1,
         "microbatches to prefetch, one thread each; used only if the source is slow and draws no random numbers; 0 = "

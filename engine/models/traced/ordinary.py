@@ -148,6 +148,9 @@ def _with_loss(
     tails, kind = [splitter.loss() for splitter in splitters], _device_of(job)
     if tails[0] is None or tails[1] is None:
         return Model(tuple(layers), default_loss)
+    if job.loss:
+        hint = "its forward returns the loss: leave its targets out"
+        raise UserError([Problem("loss", "no value with a model that has its own", repr(job.loss), hint)])
     training, evaluation = (
         Writer(tail, trace.base, kind).program()[0] for tail, trace in zip((tails[0], tails[1]), traces, strict=True)
     )
