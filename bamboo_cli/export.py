@@ -34,6 +34,7 @@ def export(
         Literal["auto", "dcp"],
         typer.Option("--to", help="auto: by the name of the output; dcp: a folder for torch.distributed.checkpoint."),
     ] = "auto",
+    ema: Annotated[bool, typer.Option("--ema", help="Write the averages of the weights (`bamboo run --ema`).")] = False,
     results: Results = DEFAULT_RESULTS,
     as_json: AsJson = False,
 ) -> None:
@@ -43,7 +44,7 @@ def export(
     """
     from engine.harness.run_list import export_weights
 
-    summary = export_weights(where, results, output, partial(echo, err=True), to == "dcp")
+    summary = export_weights(where, results, output, partial(echo, err=True), for_dcp=to == "dcp", ema=ema)
     if as_json:
         echo(json.dumps(summary))
         return

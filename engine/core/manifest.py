@@ -257,6 +257,7 @@ _LENGTH = 8  # bytes, in front of the header
 _ALIGNED = 8  # bytes: the header ends at a multiple, as the format asks for
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _OPTIMIZER = "optimizer/"  # begins the name of a tensor of optimizer state
+AVERAGE = "(average)"  # of a weight, beside its optimizer state
 
 
 class StoredTensor(NamedTuple):
@@ -308,6 +309,11 @@ def layer_in(manifest: Manifest, layer: int, files: Iterable[tuple[Part, bytes]]
 def joined_buffers(hashes: list[str]) -> str:
     """Returns one hash for the buffers of all pipelines, in pipeline order; they differ because their data differ."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def average_of(name: str) -> str:
+    """Returns the name of the average of a weight, which a checkpoint has if its job has `ema`."""
+    return f"{_OPTIMIZER}{name.removeprefix('weight/')}/{AVERAGE}"
 
 
 def parameter_of(name: str) -> str:

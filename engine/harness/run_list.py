@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import StorageError
+from engine.core.errors import Problem, StorageError, UserError
 from engine.core.history.process_records import ComparisonRecord, NotComparedRecord
 from engine.core.history.run_history import RunHistory, history_of
 from engine.core.job.hugging_face import MODEL as HF_MODEL
@@ -235,16 +235,23 @@ def _age_s(path: Path) -> float:
 
 
 def export_weights(
-    where: str, results: Path, output: Path, say: Callable[[str], object], for_dcp: bool = False
+    where: str,
+    results: Path,
+    output: Path,
+    say: Callable[[str], object],
+    *,
+    for_dcp: bool = False,
+    ema: bool = False,
 ) -> dict[str, Any]:
     """Writes the weights of a run's newest good checkpoint, or of one step, and returns facts about it.
 
-    `say` gets a line about each refused checkpoint. `for_dcp`: in the format of ``torch.distributed.checkpoint``.
+    `say` gets a line about each refused checkpoint. `for_dcp`: in the format of ``torch.distributed.checkpoint``; with
+    `ema` it writes the averages of the weights.
 
     Raises:
         NothingMatchedError: there is no such run, or it has no checkpoint.
         StorageError: none of its checkpoints is good, or the output cannot be written.
-        UserError: the output has no known form.
+        UserError: the output has no known form, or the job of the run has no `ema`.
     """
     from engine.models.hugging_face import save_config  # torch
     from engine.runtime.checkpoint.export import export, refuse_output
@@ -252,9 +259,13 @@ def export_weights(
     refuse_output(output, for_dcp)  # before every byte of the checkpoint is read
     choice = find_checkpoint(where, results, say)
     job = choice.manifest.job
+    if ema and not job.get("ema"):
+        hint = f"run {choice.manifest.run} kept no average of its weights"
+        raise UserError([Problem("--ema", "a run with --ema DECAY", "ema 0", hint)])
     beside = (
         (lambda folder: save_config(job["model_args"], folder)) if job["model"] == HF_MODEL else lambda folder: None
     )
-    done = export(checkpoints_at(choice.origin.place), choice.manifest, output, beside=beside, for_dcp=for_dcp)
+    place = checkpoints_at(choice.origin.place)
+    done = export(place, choice.manifest, output, beside=beside, for_dcp=for_dcp, ema=ema)
     facts = {"run": choice.manifest.run, "step": choice.manifest.step, "output": str(output)}
     return facts | {"tensors": done.tensors, "bytes": done.num_bytes}

@@ -36,6 +36,7 @@ DECISIVE = {
     "scaler_args",
     "warmup_steps",
     "clip_norm",
+    "ema",
     "dtype",
     "backend",
     "seed",

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.core.job.job import Job
 from engine.core.messages import Evaluation
@@ -67,6 +68,8 @@ class PlainLoop:
         scaling: dict[str, Any] = {**job.scaler_args, "enabled": job.dtype == "float16"}
         self.scaler = torch.amp.GradScaler("cpu", **scaling)
         self.schedule = rates_of(job)
+        average = get_ema_multi_avg_fn(job.ema)
+        self.averaged = AveragedModel(nn.ParameterList(self.trained.values()), multi_avg_fn=average)
 
     def _share_storage(self) -> None:
         """Gives all pipelines and all uses of a tied parameter the same memory; each keeps its own gradient."""
@@ -94,6 +97,7 @@ class PlainLoop:
             group["lr"] = self._learning_rate(step) * rate_factor
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.averaged.update_parameters(nn.ParameterList(self.trained.values()))
         for layers in self.pipelines:
             for parameter in _trained(layers).values():
                 parameter.grad = None
@@ -183,13 +187,15 @@ class PlainLoop:
 
     def _rows(self, step: int, loss: float) -> list[Texts]:
         rows: list[Texts] = []
+        averages = dict(zip(self.trained, self.averaged.module, strict=True))
         for index, layer in enumerate(self.pipelines[0]):
             state: list[tuple[str, Tensor]] = list(layer.named_parameters())
             for _, name in _trained([layer]):
                 use = self.first_use.get((index, name), (index, name))
                 of_optimizer = self.optimizer.state[self.trained[use]]
-                values = sorted((part, value) for part, value in of_optimizer.items() if isinstance(value, Tensor))
-                state += [(f"{name}.{part}", value) for part, value in values]
+                values = {part: value for part, value in of_optimizer.items() if isinstance(value, Tensor)}
+                values |= {"(average)": averages[use]} if self.job.ema else {}
+                state += [(f"{name}.{part}", value) for part, value in sorted(values.items())]
             if self.job.dtype == "float16":
                 state.append(("(loss scale).good_steps", torch.tensor(self.scaler._get_growth_tracker())))
                 state.append(("(loss scale).scale", torch.tensor(self.scaler.get_scale())))

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.core.errors import ExitCode
 from engine.core.job.job import Job
 from engine.core.job.torch_parts import OPTIMIZERS
+from engine.files.checkpoint_folder import CheckpointName, checkpoints_at
+from engine.runtime.checkpoint.export import export
+from tests.e2e.plain_loop import PlainLoop
 from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.kept_states import run_and_keep
@@ -40,8 +44,10 @@ SHARP: dict[str, dict[str, Any]] = {
     | {"optimizer": "nadam", "lr_schedule": "onecycle", "lr_args": SCHEDULES["onecycle"], "param_groups": GROUPS},
     "adafactor, multistep": MLP
     | {"optimizer": "adafactor", "lr_schedule": "multistep", "lr_args": SCHEDULES["multistep"], "pipelines": 2},
-    "a user's Lion": MLP | {"optimizer": f"{USER}:Lion", "lr_schedule": "exponential", "lr_args": {"gamma": 0.7}},
-    "adamw in groups": GPT | {"param_groups": "bias|norm: weight_decay=0; token: lr=0.5"},
+    "a user's Lion, averaged": MLP
+    | {"ema": 0.75}
+    | {"optimizer": f"{USER}:Lion", "lr_schedule": "exponential", "lr_args": {"gamma": 0.7}},
+    "adamw in groups, averaged": GPT | {"param_groups": "bias|norm: weight_decay=0; token: lr=0.5", "ema": 0.9},
 }
 HALF: dict[str, Any] = {"dtype": "float16", "scaler_args": {"init_scale": 2.0**18, "growth_interval": 2}, "steps": 14}
 SHARP["float16, with losses that are not finite"] = (
@@ -81,6 +87,20 @@ def all_are_equal(fields: dict[str, Any], folder: Path, kills: list[str]) -> Non
 @pytest.mark.parametrize("name", SHARP)
 def test_killed_resumed_and_plain_are_one_trajectory(name: str, tmp_path: Path) -> None:
     all_are_equal(SHARP[name], tmp_path, ["2:1:B:1"])
+
+
+def test_averages_of_the_weights_are_exported(tmp_path: Path) -> None:
+    job = Job(**GPT | {"steps": 3, "ema": 0.5})
+    _, origins = run_and_keep(job, tmp_path / "kept")
+    loop = PlainLoop(job)
+    for step in range(job.steps):
+        loop.step(step)
+    folder, last = checkpoints_at(tmp_path / "kept"), origins[-1]
+    export(folder, folder.manifest(CheckpointName(last.step, last.file)), tmp_path / "averaged.pt", ema=True)
+    exported = torch.load(tmp_path / "averaged.pt", weights_only=True)
+    names = [f"{loop.model.layers[layer].name}.{name}" for layer, name in loop.trained]
+    for name, average in zip(names, loop.averaged.module, strict=True):
+        assert torch.equal(exported[name], average), name
 
 
 @pytest.mark.soak

@@ -106,6 +106,9 @@ class Job:
     lr_args: Args = described(dict, "arguments of the learning-rate schedule, such as gamma")
     warmup_steps: int = described(10, "steps of linear learning-rate warm-up")
     clip_norm: float = described(1.0, "clip gradients to this global norm; 0 = off")
+    ema: float = described(
+        0.0, "decay of an exponential moving average of the weights, such as 0.999; for bamboo export --ema; 0 = off"
+    )
     dtype: Dtype = described(
         "float32", "bfloat16 and float16 run the layers under autocast; float16 also scales the loss"
     )

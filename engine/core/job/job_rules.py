@@ -184,6 +184,8 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
+    if not 0 <= job.ema < 1:
+        problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += [*_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]

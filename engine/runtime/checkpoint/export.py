@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
-from engine.core.manifest import Manifest, is_manifest, plain_names, prefixes, step_of
+from engine.core.manifest import Manifest, average_of, is_manifest, plain_names, prefixes, step_of
 from engine.files.atomic_write import storage_errors, write_named
 from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.models.layers import Model
@@ -52,12 +52,15 @@ def export(
     output: Path,
     largest: int = _LARGEST_BYTES,
     beside: Callable[[Path], object] = lambda folder: None,
+    *,
     for_dcp: bool = False,
+    ema: bool = False,
 ) -> ExportedWeights:
     """Writes the weights of a checkpoint to a ``.safetensors`` file, a ``.pt`` or ``.pth`` file, or a new folder.
 
     A file in a folder has at most `largest` bytes of tensors, or one tensor; `beside` writes other files into it. With
-    `for_dcp`, the folder is one for ``torch.distributed.checkpoint`` instead.
+    `for_dcp`, the folder is one for ``torch.distributed.checkpoint`` instead; with `ema` the averages of trained weights
+    stand in their place.
 
     Raises:
         StorageError: a file cannot be written, or one of the checkpoint is damaged.
@@ -65,16 +68,16 @@ def export(
     """
     refuse_output(output, for_dcp)
     if for_dcp:
-        return _write_folder(partial(_write_for_dcp, weights_of(folder, manifest)), output)
+        return _write_folder(partial(_write_for_dcp, weights_of(folder, manifest, ema)), output)
     if not output.suffix:
 
         def write(new: Path) -> ExportedWeights:
-            written = _write_files(_tensors(folder, manifest), new, largest)
+            written = _write_files(_tensors(folder, manifest, ema), new, largest)
             beside(new)
             return written
 
         return _write_folder(write, output)
-    tensors = weights_of(folder, manifest)
+    tensors = weights_of(folder, manifest, ema)
     if output.suffix == ".safetensors":
         write_named(output, as_safetensors(tensors))
     else:
@@ -95,7 +98,7 @@ def refuse_output(output: Path, for_dcp: bool = False) -> None:
         raise UserError([Problem("--output", "FILE.safetensors, FILE.pt or a new folder", repr(str(output)), hint)])
 
 
-def _tensors(folder: CheckpointFolder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+def _tensors(folder: CheckpointFolder, manifest: Manifest, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yields each tensor by its plain name, layer after layer; a tied one of two layers may have one name."""
     names: set[str] = set()
     for layer in [entry.layer for entry in manifest.layers]:
@@ -103,12 +106,12 @@ def _tensors(folder: CheckpointFolder, manifest: Manifest) -> Iterator[tuple[str
         for plain, name in plain_names(manifest, layer, stored).items():
             if plain not in names:
                 names.add(plain)
-                yield plain, stored[name]
+                yield plain, stored.get(average_of(name), stored[name]) if ema else stored[name]
 
 
-def weights_of(folder: CheckpointFolder, manifest: Manifest) -> dict[str, Tensor]:
+def weights_of(folder: CheckpointFolder, manifest: Manifest, ema: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint as a state_dict of the model; raises StorageError for a damaged file."""
-    return dict(_tensors(folder, manifest))
+    return dict(_tensors(folder, manifest, ema))
 
 
 def as_safetensors(tensors: dict[str, Tensor]) -> bytes:

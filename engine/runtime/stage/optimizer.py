@@ -32,6 +32,7 @@ from engine.core.job.torch_parts import (
     warming_up,
 )
 from engine.core.job.update_rules import ParamGroup
+from engine.core.manifest import AVERAGE
 from engine.models.arguments import check_builtin_args, check_user_args
 from engine.models.layers import Model
 from engine.models.user_code import running
@@ -190,6 +191,7 @@ class LayerOptimizer:
         self.shard = WHOLE
         self._whole = self.kept
         self.groups = groups
+        self._decay = job.ema
         self._arithmetic = _Arithmetic(job, groups)
         self._instance: ClassOptimizer | None = None
         self.state: dict[str, Named] = {name: {} for name in self.trained()}
@@ -213,8 +215,19 @@ class LayerOptimizer:
         """Updates each trained parameter from `gradients[name] * factor`; the gradients do not change.
 
         As in torch, a parameter with a missing gradient stays as it is, and so does its state. A factor of 0 skips the
-        step. The scale of the loss is updated after each step.
+        step. The scale of the loss is updated after each step, and so is the average of the weights, which starts with
+        those of the first step (`torch.optim.swa_utils`).
         """
+        # An optimizer must not see the averages: some initialize their state only if it is empty.
+        averages = {name: self.state[name].pop(AVERAGE, None) for name in self.trained()} if self._decay else {}
+        self._update(learning_rate, gradients, factor)
+        with torch.no_grad():
+            for name, average in averages.items():
+                weight = self.kept[name].detach()
+                new = weight.clone() if average is None else average.lerp_(weight, 1 - self._decay)
+                self.state[name][AVERAGE] = new
+
+    def _update(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float) -> None:
         if self._scaling is not None:
             self.state[LOSS_SCALE] = _as_tensors(self._scaling.after(self._scale(), is_skipped=factor == 0))
             if factor == 0:
