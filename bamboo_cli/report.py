@@ -43,6 +43,7 @@ class Table(StrEnum):
     OUTCOME = "outcome"
     SAMPLES = "samples"
     EVALUATIONS = "evaluations"
+    NORMS = "norms"
     MEMORY = "memory"
 
 

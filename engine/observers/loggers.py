@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,8 +63,8 @@ class StepDone:
     """A committed step: mean loss, global norm of the gradients, seconds since the previous commit.
 
     `lr` is the learning rate, None for a schedule that is not built in. `at_s` is the time of the commit in seconds
-    since 1970. `metrics` has loss, grad_norm, lr and samples_per_s by name. A step that is trained again is logged
-    again.
+    since 1970. `metrics` has loss, grad_norm, lr and samples_per_s by name, `layer_norms` with `--layer-norms` the
+    gradient norm of each layer by ``NUMBER.NAME``. A step that is trained again is logged again.
     """
 
     step: int
@@ -75,6 +75,7 @@ class StepDone:
     samples: int
     at_s: float
     recoveries: tuple[RecoveryDone, ...] = ()
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -180,7 +181,9 @@ class _FigureLogger:
     """Logs the figures of steps and validations, and the stalls of recoveries, by the method of a subclass."""
 
     def step(self, done: StepDone) -> None:
-        self._log({f"train/{name}": value for name, value in done.metrics.items()}, done.step, done.at_s)
+        figures = {f"train/{name}": value for name, value in done.metrics.items()}
+        figures |= {f"layer_grad_norm/{name}": value for name, value in done.layer_norms.items()}
+        self._log(figures, done.step, done.at_s)
 
     def recovery(self, done: RecoveryDone) -> None:
         self._log({"recovery/stall_ms": done.stall_ms or 0.0}, done.step)

@@ -34,6 +34,8 @@ from engine.core.history.run_records import (
     HeirsRecord,
     JobRecord,
     MovedRecord,
+    NormsRecord,
+    PartitionRecord,
     Record,
     ValidationRecord,
 )
@@ -109,12 +111,20 @@ class LoggerFeed:
             job.pipelines * job.microbatches * job.microbatch_size,
             _wall_s(record.at_ns),
             recoveries,
+            self._layer_norms(record.step),
         )
 
     def _cover(self, uncovered: tuple[Slot, ...], at_ns: int) -> None:
         if uncovered != self._uncovered:
             self._uncovered = uncovered
             self._call("cover", CoverDone(uncovered, _wall_s(at_ns)))
+
+    def _layer_norms(self, step: int) -> dict[str, float]:
+        """Returns the norms of a step, which are recorded before its commit, by number and name of the layer."""
+        norms, cuts = self._log.history.of(NormsRecord), self._log.history.of(PartitionRecord)
+        if not norms or not cuts or norms[-1].step != step:
+            return {}
+        return {f"{layer}.{cuts[-1].layers[layer]}": norm for layer, norm in norms[-1].norms}
 
     def _call(self, name: str, *values: object) -> None:
         method = getattr(self._logger, name, None)

@@ -46,6 +46,7 @@ from engine.report.tables import (
     how_it_ended,
     loads_in_words,
     memory_table,
+    norms_table,
     recovery_table,
     samples_table,
     steps_table,
@@ -117,7 +118,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
 }
 
-TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "memory")
+TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "norms", "memory")
 PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights
 _SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
 
@@ -139,6 +140,7 @@ class RunTables:
     recovery: pd.DataFrame
     steps: pd.DataFrame
     evaluations: pd.DataFrame
+    norms: pd.DataFrame
     workers: pd.DataFrame
     actions: pd.DataFrame
     bars: pd.DataFrame  # of each worker, step and epoch: begin, end and busy time
@@ -208,6 +210,7 @@ def load(
         recovery,
         steps,
         evaluations_table(history),
+        norms_table(history),
         workers_table(history, actions.sums, origin_ns),
         actions.table,
         actions.bars,

@@ -20,7 +20,9 @@ from engine.core.history.run_records import (
     LoadRecord,
     MemoryRecord,
     MovedRecord,
+    NormsRecord,
     NoticeRecord,
+    PartitionRecord,
     RaisedRecord,
     UnconfirmedRecord,
     ValidationRecord,
@@ -76,6 +78,19 @@ def evaluations_table(history: RunHistory) -> pd.DataFrame:
         rows[record.step, record.name] = row | dict(record.metrics)
     kinds = {"step": "int64", "set": object, "samples": "int64", "loss": "float64"}
     return pd.DataFrame([*rows.values()], columns=None if rows else list(kinds)).astype(kinds)
+
+
+def norms_table(history: RunHistory) -> pd.DataFrame:
+    """Returns one row per layer and step with gradient norms: the number and the name of the layer, and its norm."""
+    names = history.of(PartitionRecord)[-1].layers if history.of(PartitionRecord) else ()
+    last = {each.step: each.norms for each in history.of(NormsRecord)}  # of a step that was redone
+    rows = [
+        (step, layer, names[layer] if layer < len(names) else "", norm)
+        for step, norms in last.items()
+        for layer, norm in norms
+    ]
+    kinds = {"step": "int64", "layer": "int64", "name": object, "grad_norm": "float64"}
+    return pd.DataFrame(rows, columns=list(kinds)).astype(kinds)
 
 
 def samples_table(job: Job, steps: Iterable[int], num_samples: int) -> pd.DataFrame:

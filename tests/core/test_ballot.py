@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, fresh
-from engine.core.program.ballot import Ballot, Commit, SlotVote, VoteMessage, clip_factor, open_ballot
+from engine.core.program.ballot import Ballot, Commit, SlotVote, VoteMessage, clip_factor, layer_norms, open_ballot
 from engine.core.protocol.coordinator import first_not_finite
 
 # Sums of these depend on the order in which they are added.
@@ -86,6 +86,14 @@ def test_the_norm_is_of_one_pipeline_as_reduced_gradients_are_equal() -> None:
     cast = votes(num_pipelines=2)
     alone = commit_of(ballot_of(1), votes(num_pipelines=1))
     assert commit_of(ballot_of(2), cast).grad_norm == alone.grad_norm
+
+
+def test_norms_of_layers_are_in_their_order_and_add_up_to_the_norm() -> None:
+    ballot, answers = cast_all(ballot_of(2), votes(num_pipelines=2))
+    assert layer_norms(ballot) == tuple((layer, math.sqrt(NORMS[layer])) for layer in range(6))
+    assert answers[-1] is not None and answers[-1].grad_norm == math.sqrt(
+        functools.reduce(operator.add, NORMS.values())
+    )
 
 
 def test_the_word_of_every_shadow_is_waited_for() -> None:

@@ -187,7 +187,7 @@ class PlainLoop:
 
     def _rows(self, step: int, loss: float) -> list[Texts]:
         rows: list[Texts] = []
-        averages = dict(zip(self.trained, self.averaged.module, strict=True))
+        averages = dict(zip(self.trained, self.averaged.module.parameters(), strict=True))
         for index, layer in enumerate(self.pipelines[0]):
             state: list[tuple[str, Tensor]] = list(layer.named_parameters())
             for _, name in _trained([layer]):

@@ -37,6 +37,8 @@ EVENTS: list[dict[str, Any]] = [
         **{"event": "validation", "step": 0, "name": "held", "samples": 8},
         **{"loss": 4.0, "metrics": {"f1": 0.25}, "at_ns": 2 * SECOND_NS},
     },
+    {"event": "partition", "starts": (0, 1), "layers": ("in", "out")},
+    {"event": "norms", "step": 1, "norms": ((0, 0.3), (1, 0.4))},
     commit(1, 2.5),
     {"event": "epoch", "epoch": 2, "at_ns": 3 * SECOND_NS},
     {"event": "go", "epoch": 2, "at_ns": 3 * SECOND_NS},
@@ -67,7 +69,8 @@ def test_a_logger_gets_all_that_is_committed_in_order(tmp_path: Path) -> None:
     following = followed(notes, tmp_path)
     names = ["start", "cover", "step", "validation", "step", "recovery", "step", "finish"]
     assert [name for name, _ in notes.calls] == names
-    job, _, first, validation, _, recovery, third, end = (value for _, value in notes.calls)
+    job, _, first, validation, second, recovery, third, end = (value for _, value in notes.calls)
+    assert (first.layer_norms, second.layer_norms, third.layer_norms) == ({}, {"0.in": 0.3, "1.out": 0.4}, {})
     assert job == JOB and following.is_over and following.last_step == 2
     assert (first.step, first.loss, first.grad_norm, first.seconds) == (0, 3.0, 0.5, 0.5)
     assert first.samples == JOB.pipelines * JOB.microbatches * JOB.microbatch_size

@@ -82,7 +82,9 @@ def test_a_validation_has_its_loss_and_its_metric() -> None:
     at = next(place for place, event in enumerate(events) if event["event"] == "commit")
     first = agent("validation", 1000, step=0, name="validation", samples=8, loss=0.5, metrics={"f1": 0.9})
     other = first | {"name": "test", "samples": 3, "loss": 0.25, "metrics": {"f1": 0.7, "accuracy": 0.6}}
-    run = load([*events[: at + 1], first, other, *events[at + 1 :]])
+    norms = agent("norms", 900, step=0, norms=[[0, 0.5], [1, 0.25]])
+    run = load([*events[:at], norms, events[at], first, other, *events[at + 1 :]])
+    assert run.norms[["step", "layer", "grad_norm"]].values.tolist() == [[0, 0, 0.5], [0, 1, 0.25]]
     assert run.evaluations.drop(columns="step").to_dict("list") == {
         "set": ["validation", "test"], "samples": [8, 3], "loss": [0.5, 0.25], "f1": [0.9, 0.7],
         "accuracy": [pytest.approx(math.nan, nan_ok=True), 0.6],

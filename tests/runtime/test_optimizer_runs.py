@@ -99,7 +99,7 @@ def test_averages_of_the_weights_are_exported(tmp_path: Path) -> None:
     export(folder, folder.manifest(CheckpointName(last.step, last.file)), tmp_path / "averaged.pt", ema=True)
     exported = torch.load(tmp_path / "averaged.pt", weights_only=True)
     names = [f"{loop.model.layers[layer].name}.{name}" for layer, name in loop.trained]
-    for name, average in zip(names, loop.averaged.module, strict=True):
+    for name, average in zip(names, loop.averaged.module.parameters(), strict=True):
         assert torch.equal(exported[name], average), name
 
 

@@ -174,6 +174,14 @@ class CommitRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormsRecord(StampedRecord):
+    """The gradient norm of each layer in a step that commits, before clipping, as (layer, norm)."""
+
+    step: int
+    norms: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRecord(StampedRecord):
     """Worker `of` hashed its layers in a pipeline after a step: (layer, weights and optimizer state, buffers)."""
 

@@ -35,6 +35,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "fsdp": 0,
     "check_pure": False,  # the run itself was checked
     "validate_every": 0,
+    "layer_norms": 0,
     "events_max": Job().events_max,
     "hang_after": Job().hang_after,
     "silent_after": Job().silent_after,

@@ -158,6 +158,7 @@ class Job:
         "the pre-training check that rejects layers whose results depend on more than weights, buffers and inputs",
     )
     audit: int = described(1, "hash weights and optimizer state every N steps; 0 = off")
+    layer_norms: int = described(0, "record the gradient norm of each layer every N steps; 0 = off")
     validate_every: int = described(20, "run a validation every N steps or epochs (1epoch); 0 = off")
     validation_microbatches: int = described(
         8, "microbatches of each evaluation set per validation; 0 = every sample once"
@@ -334,6 +335,7 @@ _AT_LEAST = {
     "standby": 0,
     "activation_checkpoint": 0,
     "audit": 0,
+    "layer_norms": 0,
     "validate_every": 0,
     "validation_microbatches": 0,
     "keep": 1,

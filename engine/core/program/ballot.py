@@ -133,6 +133,17 @@ class Ballot(NamedTuple):
         return new, None if new.missing else _commit(new)
 
 
+def layer_norms(ballot: Ballot) -> tuple[tuple[int, float], ...]:
+    """Returns the gradient norm of each layer, before clipping; a tied parameter counts in its first layer only.
+
+    Where a gradient is not finite, the norm is infinite or NaN.
+    """
+    owner = ballot.ownership.owner
+    votes = [vote for (worker, slot), vote in ballot.votes.items() if slot[0] == 0 and worker == owner(*slot)]
+    squares = sorted(pair for vote in votes for pair in zip(vote.layers, vote.squared_norms, strict=True))
+    return tuple((layer, math.sqrt(square) if square >= 0 else math.nan) for layer, square in squares)
+
+
 def open_ballot(epoch: int, step: int, ownership: Ownership, clip_norm: float) -> Ballot:
     """Returns the ballot for a step, without a vote."""
     return Ballot(epoch, step, ownership, clip_norm, _voters(ownership), {})

@@ -12,6 +12,7 @@ from engine.core.errors import DivergedError, ExitCode
 from engine.core.history.process_records import WayOutRecord
 from engine.core.history.run_records import (
     FinishedRecord,
+    NormsRecord,
     NoticeRecord,
     PartitionRecord,
     RaisedRecord,
@@ -19,9 +20,10 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
+from engine.core.job.job import is_due
 from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
-from engine.core.program.ballot import NO_NORM, SKIP, Ballot, VoteMessage
+from engine.core.program.ballot import NO_NORM, SKIP, Ballot, VoteMessage, layer_norms
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.protocol import membership as protocol
 from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
@@ -128,7 +130,9 @@ def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMess
     is_entered = isinstance(first, StepCommitted) and bool(first.joins)
     group = state.next_group._replace(is_entered=is_entered) if joins else state.next_group
     new = _keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation, next_group=group)
-    return decide(new, *decisive)
+    result = decide(new, *decisive)
+    is_wanted = commit.clip_factor != SKIP and is_due(state.job.layer_norms, commit.step, is_last=False)
+    return _after(NormsRecord(step=commit.step, norms=layer_norms(ballot)), result) if is_wanted else result
 
 
 def first_not_finite(ballot: Ballot) -> int | None:
@@ -136,13 +140,7 @@ def first_not_finite(ballot: Ballot) -> int | None:
 
     None if every layer's own norm is finite, and only their sum is not.
     """
-    norms = {
-        layer: norm
-        for (worker, slot), vote in ballot.votes.items()
-        if worker == ballot.ownership.owner(*slot)
-        for layer, norm in zip(vote.layers, vote.squared_norms, strict=True)
-    }
-    return max((layer for layer, norm in norms.items() if not math.isfinite(norm)), default=None)
+    return max((layer for layer, norm in layer_norms(ballot) if not math.isfinite(norm)), default=None)
 
 
 def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
