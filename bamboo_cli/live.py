@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -103,6 +104,9 @@ _TOLD: set[str] = set()  # the recoveries that stay on the terminal of this proc
 _TITLES = ("worker", "pid", "stages", "state", "step", "action", "microbatches/s")
 _NUMERIC = (True, True, False, False, True, False, True)
 _NARROW = 80  # columns, below which lines wrap, and the last column, the rate, has no room
+# XTWINOPS of xterm, which most terminals know: keep the title, and take it back.
+_KEEP_TITLE, _OLD_TITLE = "\x1b[22;0t", "\x1b[23;0t"
+_NO_TITLE = "\x1b]0;\x07"  # where a terminal keeps none
 _OTHER_LINES = 5  # of a picture: progress (it may wrap), bar, titles, the note about workers that do not fit
 
 
@@ -111,6 +115,7 @@ class LivePicture:
 
     def __init__(self, job: Job, events: Path, *, tee: bool = False):
         self.job = job
+        self._name, self._title = events.parent.name, ""
         self._num_unshown = 0  # characters of the output of workers
         self._output = WorkerOutput(RunFolder(events.parent).logs) if tee else None
         self._recoveries = LiveRecoveries(job, events)
@@ -128,6 +133,7 @@ class LivePicture:
 
     def __enter__(self) -> LivePicture:
         if self._is_terminal:
+            self._write(_KEEP_TITLE)
             self._live.start()
             self._interrupts = present()
             if self._interrupts is not None:
@@ -140,6 +146,7 @@ class LivePicture:
         if self._is_terminal:
             with contextlib.suppress(OSError):
                 self._live.stop()
+                self._write(f"{_NO_TITLE}{_OLD_TITLE}")
         if self._interrupts is not None:
             self._interrupts.picture_ends()
 
@@ -176,9 +183,23 @@ class LivePicture:
         self._tell_output()
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
+            self._entitle(num_steps)
         elif now_s - self._said_s >= max(_PLAIN_EVERY_S, self._said_s - self._moved_s):
             self._said_s = now_s
             echo(self._line(view), err=True)
+
+    def _entitle(self, num_steps: int) -> None:
+        """Puts the progress and the time left into the title of the terminal, if they have changed."""
+        title = f"{self._name}: step {num_steps}/{self.job.steps}"
+        if (left_s := self._left_s(num_steps)) is not None:
+            title += f", {timedelta(seconds=round(left_s))} left"
+        if title != self._title:
+            self._console.set_window_title(title)
+            self._title = title
+
+    def _write(self, codes: str) -> None:
+        self._console.file.write(codes)
+        self._console.file.flush()
 
     def close(self) -> None:
         """Shows the notes and the output of workers that came after the last view."""
@@ -240,12 +261,18 @@ class LivePicture:
         return f"  no step for {still_s:.0f} s" + (f": waiting for {workers}" if workers else "")
 
     def _time_left(self, num_steps: int) -> str:
-        first_s, _, first_steps = self._history[0]
-        elapsed_s = self._history[-1][0] - first_s
-        if num_steps == first_steps or elapsed_s <= 0:
+        left_s = self._left_s(num_steps)
+        if left_s is None:
             return ""
-        rate = (num_steps - first_steps) / elapsed_s
-        return f"  {rate:.1f} steps/s  {(self.job.steps - num_steps) / rate:.0f} s left"
+        first_s, _, first_steps = self._history[0]
+        rate = (num_steps - first_steps) / (self._history[-1][0] - first_s)
+        return f"  {rate:.1f} steps/s  {left_s:.0f} s left"
+
+    def _left_s(self, num_steps: int) -> float | None:
+        """Returns the seconds until the last step, at the rate of the last seconds; None without a step in them."""
+        first_s, _, first_steps = self._history[0]
+        elapsed_s, done = self._history[-1][0] - first_s, num_steps - first_steps
+        return elapsed_s * (self.job.steps - num_steps) / done if done > 0 and elapsed_s > 0 else None
 
     def _picture(self, view: RunView) -> Group:
         notable = [each.worker for each in view.workers if each.state != "running" or self._has_inherited(each)]

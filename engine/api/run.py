@@ -36,7 +36,7 @@ from engine.core.errors import (
     required,
 )
 from engine.core.history.run_records import Record
-from engine.core.texts import printable
+from engine.core.texts import counted, printable
 from engine.files.events_file import GrowingEvents, StepReader, read_history
 from engine.files.run_folder import RunFolder
 from engine.observers.loggers import Logger, StepDone
@@ -130,7 +130,14 @@ class TrainingResult:
     trajectory: str | None
     recoveries: tuple[Mapping[str, Any], ...] = ()
     twin: Mapping[str, Any] | None = None
-    plain: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    plain: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Returns the result in a line; a program reads the fields."""
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        recoveries = f", {counted(len(self.recoveries), 'recovery', 'recoveries')}" if self.recoveries else ""
+        error = f", {self.error}" if self.error else ""
+        return f"<TrainingResult {self.folder.name}: {self.outcome}, {self.steps} steps{loss}{recoveries}{error}>"
 
 
 def result_of(folder: Path, word: Mapping[str, Any]) -> TrainingResult:

@@ -31,7 +31,7 @@ def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(live, "console", lambda **_: console)
     monkeypatch.setattr("sys.stderr", screen)
     worker = WorkerView(0, 100, ((0, 0),), "running", Progress(1, 0, ""), 0, 0)
-    with LivePicture(job, tmp_path / "events.jsonl") as picture:
+    with LivePicture(job, tmp_path / "a-run" / "events.jsonl") as picture:
         picture.show(RunView(RunState(job, losses=[0.5]), (worker,)))
         shown = screen.getvalue()
     lines = [line.rpartition("\r")[2].rpartition("\x1b[2K")[2] for line in shown.splitlines()]
@@ -39,6 +39,22 @@ def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert line.startswith("worker")
     (bar,) = [line for line in lines if BAR[0] in line]
     assert set(bar.strip()) <= {*BAR}
+    assert "\x1b]0;a-run: step 1/9\x07" in shown
+    whole = screen.getvalue()
+    assert whole.startswith("\x1b[22;0t") and whole.endswith("\x1b[23;0t"), "the old title is back"
+
+
+def test_the_title_has_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, now = Job(stages=1, steps=7300), [0.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    titles: list[str] = []
+    with LivePicture(job, tmp_path / "events.jsonl") as picture:
+        monkeypatch.setattr(picture._console, "set_window_title", titles.append)
+        for num_steps in (50, 100):
+            picture._show(RunView(RunState(job, losses=[0.5] * num_steps), ()))
+            picture._entitle(num_steps)
+            now[0] += 1.0
+    assert [title.partition(": ")[2] for title in titles] == ["step 50/7300", "step 100/7300, 0:02:24 left"]
 
 
 def test_what_users_are_told_at_once_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

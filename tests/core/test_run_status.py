@@ -271,3 +271,9 @@ def test_workers_that_were_started_again_are_shown_once_by_their_last_process() 
         (((0, 0),), (), "finished"),
         (((0, 1),), (), "in"),
     ]
+
+
+def test_a_status_shows_itself_in_a_line() -> None:
+    workers = (WorkerStatus(0, 7, "", ((0, 0),)), WorkerStatus(1, 8, "", (), state="out"))
+    status = RunStatus("mine", "running", 1, 4, 9, workers, loss=0.5)
+    assert repr(status) == "<RunStatus mine: running, step 5 of 9, loss 0.5000, 1 of 2 workers at work>"

@@ -63,6 +63,15 @@ class RunStatus:
     policy: tuple[str, ...] = ()
     deadly: str = ""
 
+    def __repr__(self) -> str:
+        """Returns the status in a line; a program reads the fields."""
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        at_work = sum(each.state == "in" for each in self.workers)
+        workers = f"{at_work} of {len(self.workers)} workers at work"
+        return (
+            f"<RunStatus {self.run_id}: {self.phase}, step {self.committed + 1} of {self.num_steps}{loss}, {workers}>"
+        )
+
 
 Verdicts = tuple[tuple[int, str], ...]  # epoch and reason of the latest ones
 
