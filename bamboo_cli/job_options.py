@@ -199,7 +199,7 @@ def takes_job(
     flags = _own_flags(command, 2 if own else 1)
 
     def with_job(values: JobValues, **own_values: Any) -> None:
-        is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
+        is_plan = any(own_values.get(each) for each in _ONLY_SHOWING) and not own_values.get("build")
         last = caller_layer() if own_values.get("keywords") else None
         resolve = functools.partial(resolve_options, values, program_only, is_plan, last=last)
         problems = first(own_values)

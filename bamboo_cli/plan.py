@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bamboo_cli.echo import echo
+from bamboo_cli.tables import print_table
 from bamboo_cli.worker_rows import slots_text
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
@@ -18,18 +19,24 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.program.dry_run import bubbles, dry_run, grid_lines
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
+from engine.core.texts import size_text
+from engine.harness.job_checks import layer_costs
 
+Costs = Mapping[str, Any]  # of `layer_costs`
+_COSTS = ("layer", "name", "stage", "parameters", "MFLOP/microbatch", "memory", "output")
 NOT_COUNTED = "the samples are not counted in a dry run: the number of steps is not known"
 NOT_CALLED = "the schedule's generator is not called in a dry run"
 
 
-def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
+def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: bool = False) -> None:
     """Prints the grid with a forward of 1 unit and a backward of 2, the bubble, the peak stash and the faults.
 
-    Without a program, as its generator is not called in a dry run, it prints the rest.
+    Without a program, as its generator is not called in a dry run, it prints the rest. With `build` it builds the model
+    first, and prints its layers last; raises BambooError if that fails.
     """
+    costs = layer_costs(job) if build else None
     if not job.has_program:
-        _print_without_program(job, as_json, faults)
+        _print_without_program(job, as_json, faults, costs)
         return
     program, ownership = initial_program(job)
     run = dry_run(program, ownership)
@@ -47,7 +54,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
             "shadows": _shadows(ownership),
             "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
         }
-        _print_json(plan, job, faults)
+        _print_json(plan, job, faults, costs)
         return
     echo(f"{name_of(job.schedule)}: {_sizes(job)}")
     for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns, ownership):
@@ -61,27 +68,28 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
     )
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
     echo(f"peak stashed activations, in microbatches{of_block}: {stash}")
-    _print_faults(faults, job)
+    _print_faults(faults, job, costs)
 
 
-def _print_json(plan: dict[str, Any], job: Job, faults: Sequence[Fault]) -> None:
+def _print_json(plan: dict[str, Any], job: Job, faults: Sequence[Fault], costs: Costs | None) -> None:
     plan |= {"faults": faults_as_plain(faults, job)} if faults else {}
+    plan |= {"model": costs} if costs is not None else {}
     echo(json.dumps(plan if job.has_steps else plan | {"not_counted": job.data}))
 
 
-def _print_without_program(job: Job, as_json: bool, faults: Sequence[Fault]) -> None:
+def _print_without_program(job: Job, as_json: bool, faults: Sequence[Fault], costs: Costs | None) -> None:
     ownership = known_ownership(job)
     if as_json:
         unknown = dict.fromkeys(("actions", "makespan", "bubble", "bubbles", "peak_stash", "over_none"))
         plan = {"schedule": job.schedule, "not_called": job.schedule, **unknown, "redundancy": job.redundancy}
         plan |= {"shadows": None if ownership is None else _shadows(ownership)}
-        _print_json(plan, job, faults)
+        _print_json(plan, job, faults, costs)
         return
     echo(f"{job.schedule}: {_sizes(job)}")
     echo(f"{NOT_CALLED}: its actions, the bubble and the stash are not known")
     if ownership is not None:
         echo(_redundancy_line(job, ownership))
-    _print_faults(faults, job)
+    _print_faults(faults, job, costs)
 
 
 def _sizes(job: Job) -> str:
@@ -92,12 +100,37 @@ def _shadows(ownership: Ownership) -> dict[str, Any]:
     return {f"{slot[1]}@{slot[0]}": ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
 
 
-def _print_faults(faults: Sequence[Fault], job: Job) -> None:
+def _print_faults(faults: Sequence[Fault], job: Job, costs: Costs | None) -> None:
     for line in describe(faults, job):
         echo(line)
     if not job.has_steps:
         echo(f"{NOT_COUNTED}, and no fault is checked against it")
-    echo("the model itself is not built here: a run checks its number of layers")
+    if costs is None:
+        echo("the model itself is not built here: a run checks its number of layers, and --build shows them")
+    else:
+        _print_layers(job, costs)
+
+
+def _print_layers(job: Job, costs: Costs) -> None:
+    """Prints a row per layer and the sums of each stage; memory is that of an owner, without activations inside."""
+    rows, layers = [], costs["layers"]
+    for number in range(job.stages):
+        mine = [each for each in layers if each["stage"] == number]
+        rows += [_layer_row(str(each["layer"]), f"{each['name']} ({each['kind']})", [each]) for each in mine]
+        rows.append(_layer_row("", f"= stage {number}", mine))
+    print_table(_COSTS, (True, False, True, True, True, True, True), rows)
+    flops = sum(each["flops"] for each in layers) * job.microbatches * job.pipelines
+    echo(f"model: {costs['parameters']:,} parameters, {flops / 1e6:,.2f} MFLOP per step, as torch counts them")
+    for note in costs["notes"]:
+        echo(note)
+
+
+def _layer_row(number: str, name: str, layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    stage = str(layers[0]["stage"]) if number and layers else ""
+    held = sum(each[kind] for each in layers for kind in ("weights", "gradients", "optimizer", "buffers"))
+    flops = sum(each["flops"] for each in layers) / 1e6
+    sizes = (size_text(held), size_text(layers[-1]["output"]) if layers else "")
+    return number, name, stage, f"{sum(each['parameters'] for each in layers):,}", f"{flops:,.2f}", *sizes
 
 
 def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -42,6 +42,7 @@ from engine.core.errors import Problem, UserError, noting, required
 from engine.files.jobs.resolved_job import ResolvedJob, explain
 
 if TYPE_CHECKING:
+    from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.core.hosts.notice_answer import NoticeFrom
     from engine.runtime.process.spawner import Spawner
@@ -55,6 +56,13 @@ EPILOG = (
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and progress to stderr.")]
 _Explained = Annotated[
     bool, typer.Option("--explain", help="Print every value and where it comes from; start nothing.")
+]
+_Build = Annotated[
+    bool,
+    typer.Option(
+        "--build",
+        help="With --dry-run: also build the model, and print parameters, FLOPs, stage and memory of each layer.",
+    ),
 ]
 _InProcess = Annotated[
     bool, typer.Option("--in-process", help="Run workers as threads of this process, for a debugger; slower.")
@@ -81,6 +89,8 @@ def _own(values: Mapping[str, Any], resolved: ResolvedJob | None, problems: list
         job, with_twin, after = resolved.job, not values["no_twin"], begun_with(resolved.origin)
         scenario = noting(told, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
         problems += with_origins(told, resolved)
+    if values["build"] and not values["dry_run"]:
+        problems.append(Problem("--build", "--dry-run beside it", "--build", "a run builds its model anyway"))
     spot = values["spot"]
     grace_s = noting(problems, lambda: grace_seconds(grace_on(spot, values["grace"])))
     every, sources = values["notice_every"], (values["notice_command"], values["notice_url"])
@@ -103,6 +113,7 @@ def run(
     *,
     as_json: _AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the program; start nothing.")] = False,
+    build: _Build = False,
     kill: Kills = None,
     no_twin: NoTwin = False,
     tee: Tee = False,
@@ -130,9 +141,7 @@ def run(
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:
-        from bamboo_cli.plan import print_plan
-
-        print_plan(resolved.job, as_json, faults)
+        _print_plan(resolved, as_json, faults, build)
     if not (explained or dry_run):
         from engine.runtime.process.interrupts import holding
 
@@ -156,6 +165,15 @@ def _say_first(resolved: ResolvedJob, has_faults: bool) -> None:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if shared := sharing(resolved.job):
         echo(shared, err=True)
+
+
+def _print_plan(resolved: ResolvedJob, as_json: bool, faults: Sequence[Fault], build: bool) -> None:
+    from bamboo_cli.plan import print_plan
+
+    try:
+        print_plan(resolved.job, as_json, faults, build=build)
+    except UserError as error:
+        raise UserError(with_origins(error.problems, resolved)) from None
 
 
 def _server(in_process: bool) -> contextlib.AbstractContextManager[Spawner]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, UserError, nearest
 from engine.core.job.job import CODE_FIELDS, Job, code_in
@@ -94,14 +96,26 @@ def samples_without_code(job: Job) -> int | None:
 
 @functools.lru_cache(maxsize=64)  # the cells of a matrix mostly have the same data
 def _num_samples(of_data: str, folder: str) -> int:
-    answer = ask("engine.models.data_sources", json.loads(of_data))
+    return int(_answer_of("engine.models.data_sources", json.loads(of_data))["samples"])
+
+
+def layer_costs(job: Job) -> dict[str, Any]:
+    """Builds the model of a job in a process of its own, and returns what its layers cost; raises BambooError.
+
+    See `engine.runtime.worker.layer_costs`.
+    """
+    return _answer_of("engine.runtime.worker.layer_costs", asdict(job))
+
+
+def _answer_of(module: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = ask(module, question)
     if problems := answer.get("problems"):
         raise UserError([Problem(**problem) for problem in problems])
     if "raised" in answer:
         raise UserCodeError(answer["raised"])
     if "error" in answer:
         raise BambooError(answer["error"], ExitCode(answer["code"]))
-    return int(answer["samples"])
+    return answer
 
 
 def _is_found(module: str) -> bool:

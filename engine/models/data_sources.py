@@ -6,7 +6,7 @@ import json
 import random
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -440,10 +440,14 @@ def open_data(job: Job) -> Data:
 
 
 # ``python -m engine.models.data_sources FD`` opens the data of a job, and reports how many samples it has.
-def answer_about(job: Job) -> dict[str, Any]:
-    """Returns the number of samples in the training set as `samples`, or an error under another key."""
+def _count(job: Job) -> dict[str, Any]:
+    return {"samples": num_samples(open_data(job))}
+
+
+def answer_about(job: Job, what: Callable[[Job], dict[str, Any]] = _count) -> dict[str, Any]:
+    """Returns what a function says about a job, by default its `samples`; or an error under another key."""
     try:
-        return {"samples": num_samples(open_data(job))}
+        return what(job)
     except UserError as error:
         return {"problems": [asdict(each) for each in error.problems]}
     except BambooError as error:
@@ -452,11 +456,11 @@ def answer_about(job: Job) -> dict[str, Any]:
         return {"raised": exception_of(error).at_start()}
 
 
-def main() -> None:
-    """Answers over the socket whose descriptor is the first argument."""
+def main(what: Callable[[Job], dict[str, Any]] = _count) -> None:
+    """Answers over the socket whose descriptor is the first argument of the program."""
     with socket.socket(fileno=int(sys.argv[1])) as link:
         question = b"".join(iter(lambda: link.recv(65536), b""))
-        link.sendall(json.dumps(answer_about(Job(**json.loads(question)))).encode())
+        link.sendall(json.dumps(answer_about(Job(**json.loads(question)), what)).encode())
 
 
 if __name__ == "__main__":

@@ -188,8 +188,7 @@ def load(
     Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
     """
     origin_ns = history.begin_ns
-    steps = steps_table(history)
-    actions = actions_of(history, most_actions)
+    steps, actions = steps_table(history), actions_of(history, most_actions)
     recovery = recovery_table(history, actions, steps)
     stamps = [each.at_ns for each in history.training_records if isinstance(each, StampedRecord)]
     stamps += history.commits.at_ns[-1:]

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
+from bamboo_cli import plan
 from bamboo_cli.plan import print_plan
 from bamboo_cli.worker_rows import slots_text
 from engine.core.action import parse_action
+from engine.core.errors import UserError
 from engine.core.faults.expansion import describe
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
+from engine.harness.job_checks import layer_costs
+from engine.models.data_sources import open_data
+from engine.models.model_loader import build_model
+from engine.runtime.stage.stage import build_layer
 from tests.kills import parse_kills
 
 SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
@@ -41,6 +47,45 @@ SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
 def test_who_would_take_over(job: Job, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(job, as_json=False)
     assert line in capsys.readouterr().out.splitlines()
+
+
+def test_the_layers_of_a_model_are_built_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    model: dict[str, Any] = {"model": "mlp", "model_args": {"depth": 2, "width": 16}, "stages": 2}
+    print_plan(Job(**model), as_json=True, build=True)
+    costs = json.loads(capsys.readouterr().out)["model"]
+    layers = [build_layer(job := Job(**model), build_model(job, open_data(job).facts), index) for index in range(3)]
+    assert [row["parameters"] for row in costs["layers"]] == [
+        sum(p.numel() for p in each.parameters()) for each in layers
+    ]
+    assert [row["stage"] for row in costs["layers"]] == [0, 1, 1]
+    weight = next(p for p in layers[1].parameters() if p.dim() == 2)
+    middle = costs["layers"][1]
+    assert middle["forward_flops"] == 2 * job.microbatch_size * weight.numel()
+    assert middle["flops"] == 3 * middle["forward_flops"], "the backward makes gradients of inputs and of weights"
+    assert middle["optimizer"] > 2 * middle["weights"], "two moments and a count"
+    with pytest.raises(UserError, match="stages: expected at most 3, the layers of the model"):
+        layer_costs(Job(**model | {"stages": 9}))
+
+
+def test_layers_are_a_table_with_sums_of_stages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {
+        "forward_flops": 4,
+        "flops": 2 * 10**6,
+        "weights": 4000,
+        "gradients": 4000,
+        "optimizer": 8000,
+        "buffers": 0,
+    }
+    layer = {"name": "in", "kind": "Linear", "parameters": 1000, "output": 64, **sizes}
+    layers = [layer | {"layer": number, "stage": number} for number in range(2)]
+    monkeypatch.setattr(plan, "layer_costs", lambda job: {"layers": layers, "parameters": 2000, "notes": ["a note"]})
+    print_plan(Job(stages=2, microbatches=2), as_json=False, build=True)
+    *_, first, total, _, _, model, note = capsys.readouterr().out.splitlines()
+    assert first.split() == "0 in (Linear) 0 1,000 2.00 16 kB 0.064 kB".split()
+    assert total.split() == "= stage 0 1,000 2.00 16 kB 0.064 kB".split()
+    assert model.startswith("model: 2,000 parameters, 8.00 MFLOP per step") and note == "a note"
 
 
 def test_redundant_forwards_are_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -424,13 +424,14 @@ def _cut(
     names = tuple(layer.name for layer in model.layers)
     notes = (*model.notes, *unmeasured(job, model, data))
     try:
-        starts = _partition(job, model, data, device)
+        starts = partition_of(job, model, data, device)
     except UserError as error:
         raise explained(error, "stages", model.notes) from None
     control.send(messages.CutMessage(starts, names, data.num_samples, notes))
 
 
-def _partition(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:
+def partition_of(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:
+    """Returns the first layer of each stage; raises UserError if the model cannot be cut so."""
     kinds = [layer.kind for layer in model.layers]
     is_weighed = job.slots <= len(kinds) and job.partition in ("parameters", "profile")
     with _before_its_trial(job, model):
