@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from engine.harness.case import CaseResult
 
 
+_STALLED = "training stalled for "
+
+
 def print_result(result: CaseResult, resolved: ResolvedJob, as_json: bool) -> int:
     """Prints the result of a run; returns the exit code."""
     summary = result.to_plain()
@@ -69,13 +72,31 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     if line := not_kept_words(summary["kept"], summary["not_kept"]):
         echo(line, err=as_json)
     for line in untold(result.recovery_lines(), err=as_json):
-        echo(line, err=as_json)
+        _print_recovery(line, err=as_json)
     echo("; ".join(_summary_parts(summary, result, resolved)), err=as_json)
     echo(summary["run_dir"], err=as_json)
     summary["next"] = resume or None
     if not as_json:
         commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved)]
         echo(f"next: {'  |  '.join(commands)}", err=True)
+
+
+def _print_recovery(line: str, *, err: bool) -> None:
+    from bamboo_cli.tables import say, width_of
+
+    if width_of(err=err) is None:
+        echo(line, err=err)
+    else:
+        say(*with_cost(line), err=err)
+
+
+def with_cost(line: str) -> tuple[str | tuple[str, str], ...]:
+    """Returns a line about a recovery as parts, with how long training stalled, its one cost, in bold."""
+    from bamboo_cli.tables import STRONG
+
+    before, words, after = line.partition(_STALLED)
+    cost, comma, rest = after.partition(", ")
+    return f"{before}{words}", (cost, STRONG), f"{comma}{rest}"
 
 
 def _resume_command(run: Path, job: Job) -> str:
@@ -137,7 +158,8 @@ def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: Resolv
 
     job, commands = resolved.job, [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
     is_usual = resolved.origin is None and not result.recoveries and summary["outcome"] == "finished"
-    if is_usual and job.retains and job.stages > 1 and job.steps > 1:
+    is_compared = job.audit > 0 and job.deterministic  # else a kill needs --no-twin
+    if is_usual and is_compared and job.retains and job.num_workers > 1 and job.steps > 1:
         record = shlex.quote(f"{summary['run_dir']}/run.json")
         secret = "".join(f"--set {name}=VALUE " for name in secret_arguments(job))
         secret += f"--isa {isa} " if (isa := fixed_instruction_set()) else ""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_cli.tables import BAD, say
+from bamboo_cli.run_result import with_cost
+from bamboo_cli.tables import BAD, STRONG, say
 from tests.cli.pseudo_terminal import shown_by
 from tests.report.made_up import MadeUpRun, make_run
 
@@ -107,3 +108,9 @@ def test_a_sentence_wraps_between_words_on_a_terminal() -> None:
     lines = shown_by([sys.executable, "-c", program], columns=60).splitlines()
     assert all(len(line) <= 60 for line in lines)
     assert " ".join(lines).split() == text.split()
+
+
+def test_the_cost_of_a_recovery_is_in_bold() -> None:
+    line = "worker 2 died; training stalled for at least 120 ms, 0 steps lost"
+    assert with_cost(line) == ("worker 2 died; training stalled for ", ("at least 120 ms", STRONG), ", 0 steps lost")
+    assert "".join(part if isinstance(part, str) else part[0] for part in with_cost("worker 2 died")) == "worker 2 died"

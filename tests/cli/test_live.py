@@ -46,7 +46,7 @@ def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_title_has_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, now = Job(stages=1, steps=7300), [0.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("bamboo_cli.live.time.monotonic", lambda: now[0])
     titles: list[str] = []
     with LivePicture(job, tmp_path / "events.jsonl") as picture:
         monkeypatch.setattr(picture._console, "set_window_title", titles.append)

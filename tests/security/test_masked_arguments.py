@@ -210,6 +210,9 @@ def test_the_next_command_names_the_value_to_give() -> None:
     result: Any = Result
     (_, again) = _next_commands({"run_dir": "r", "outcome": "finished"}, result, ResolvedJob(JOB, {}))
     assert again == "bamboo run r/run.json --set data_args.token=VALUE --kill 40:2"
+    for cannot_be_killed in ({"audit": 0}, {"deterministic": False}, {"workers": 1}):
+        job = ResolvedJob(replace(JOB, **cannot_be_killed), {})
+        assert len(_next_commands({"run_dir": "r", "outcome": "finished"}, result, job)) == 1
 
 
 def test_the_cell_of_a_matrix_puts_no_secret_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.core.checks.determinism import settings_of
@@ -34,7 +35,8 @@ def layer_costs(job: Job) -> dict[str, Any]:
     model = build_model(job, data.facts, data)
     starts = partition_of(job, model, data, HOST)
     batch = data.microbatch(0, 0, 0, job.microbatch_size)
-    values, rows, layers = batch.inputs, [], {}
+    values, layers = batch.inputs, dict[int, nn.Module]()
+    rows: list[dict[str, Any]] = []
     for index, spec in enumerate(model.layers):
         stage = Stage(job, model, 0, index, index + 1)
         layers[index] = stage.layers[index]
@@ -46,7 +48,7 @@ def layer_costs(job: Job) -> dict[str, Any]:
         stage.optimizers[index].step(job.lr, stage.gradients()[index])
         stage.border = border_of(outputs)
         size = stage_bytes(stage)
-        row = {"layer": index, "name": spec.name, "kind": spec.kind, "stage": stage_of(index, starts)}
+        row: dict[str, Any] = {"layer": index, "name": spec.name, "kind": spec.kind, "stage": stage_of(index, starts)}
         row |= {"parameters": sum(each.numel() for each in layers[index].parameters())}
         row |= {"forward_flops": forward_flops, "flops": counter.get_total_flops()}
         row |= {"weights": size.weights, "gradients": size.trained, "optimizer": size.optimizer}
