@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite, nan
 from typing import NamedTuple, TypeVar
 
 from engine.core.errors import ExitCode
@@ -150,6 +151,25 @@ def may_go(checkpoints: Sequence[C], keep: int, good: Collection[C], in_use: Col
     if len(stay) < max(1, keep):
         return ()
     return tuple(each for each in checkpoints[: checkpoints.index(stay[0])] if each not in in_use)
+
+
+_FALLING = ("loss", "perplexity")
+
+
+def best_figure(best: str) -> tuple[str, bool]:
+    """Returns the name of the figure that the field `best` of a job names, and whether a smaller one is better."""
+    name, _, way = best.partition(":")
+    return name, way == "min" or (not way and name in _FALLING)
+
+
+def best_step(best: str, validations: Mapping[int, Mapping[str, float]]) -> int | None:
+    """Returns the step with the best figure, the earliest of equal ones; None if no validation has a number for it.
+
+    `validations` has the figures of the first evaluation set by name, by step.
+    """
+    name, falls = best_figure(best)
+    known = {step: figures[name] for step, figures in validations.items() if isfinite(figures.get(name, nan))}
+    return min(known, key=lambda step: (known[step] if falls else -known[step], step), default=None)
 
 
 # The ladder: the source of a lost state, the nearest first, and the end of a run that has none.

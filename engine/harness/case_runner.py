@@ -111,6 +111,7 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "resumed_after": run_state.begun if run_state.begun >= 0 else None,
         "kept": run_state.kept,
         "not_kept": run_state.not_kept,
+        "best_step": run_state.best(),
         "loss_first": run_state.losses[0] if run_state.losses else None,
         "loss_last": run_state.losses[-1] if run_state.losses else None,
         "validation_loss": sets[0].loss if sets else None,

@@ -48,6 +48,15 @@ def test_every_k_steps_and_the_last_are_kept_though_workers_die_and_the_newest_s
     assert kept_steps(ending, checkpoints_at(job.checkpoints)) == [5, 6]
 
 
+def test_the_best_one_stays_though_workers_die(tmp_path: Path) -> None:
+    """The largest loss of a model that learns is that of its first validation, which is old at the end."""
+    of_best: dict[str, Any] = {"validate_every": 2, "validation_microbatches": 1, "best": "loss:max", "keep": 1}
+    job = Job(**NORMED, stages=3, steps=7, checkpoint_every="end", checkpoints=str(tmp_path), **of_best)
+    ending = run_in_threads(job, parse_kills(["2:1", "5:0"], job))
+    assert ending.view.run_state.best() == 1
+    assert kept_steps(ending, checkpoints_at(job.checkpoints)) == [1, 6]
+
+
 def test_buffers_of_two_pipelines_are_kept_for_each(tmp_path: Path) -> None:
     job = Job(**NORMED, stages=2, pipelines=2, steps=2, validate_every=0, checkpoints=str(tmp_path))
     ending = run_in_threads(job)

@@ -41,6 +41,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "silent_after": Job().silent_after,
     "checkpoint_every": "0",  # the twin keeps nothing
     "keep": Job().keep,
+    "best": "",
     "checkpoints": "",
     "restarts": Job().restarts,
     "name": "",

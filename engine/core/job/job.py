@@ -183,6 +183,11 @@ class Job:
         "end; 0 = never",
     )
     keep: int = described(3, "keep the newest N checkpoints of a run; older ones are deleted")
+    best: str = described(
+        "",
+        "keep the checkpoint with the best validation too: loss (of the first evaluation set), a metric such as "
+        "accuracy, or NAME:min for one that should fall",
+    )
     checkpoints: str = described("", "folder or URL (s3://...) for checkpoints; default: the run's folder")
     restarts: int = described(
         3, "restart from the newest good checkpoint when a stage's state is lost, at most N times per hour; 0 = off"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.core.action import Program
-from engine.core.checkpoint_rules import KEEPING_FORM, keeping_of
+from engine.core.checkpoint_rules import KEEPING_FORM, keeping_of, keeps_any
 from engine.core.errors import Problem, ScheduleError, nearest
 from engine.core.job.job import (
     ACTING,
@@ -184,6 +184,11 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
+    if job.best and not re.fullmatch(r"[^\W\d]\w*(:min|:max)?", job.best):
+        problems.append(Problem("best", "loss, a metric, NAME:min or NAME:max", repr(job.best)))
+    elif job.best and not (job.validate_every and keeps_any(job.checkpoint_every)):
+        hint = "it needs validations (--validate-every) and checkpoints (--checkpoint-every)"
+        problems.append(Problem("best", "no value in this job", repr(job.best), hint))
     if not 0 <= job.ema < 1:
         problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)

@@ -146,7 +146,8 @@ def first_not_finite(ballot: Ballot) -> int | None:
 def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
     """Returns the state after a commit, which is kept as a checkpoint if that is due."""
     is_last = step >= state.membership.last_step
-    if not state.keeping.is_kept(step, is_last, now_ns - state.kept_ns):
+    is_candidate = bool(state.job.best) and is_due(state.job.validate_every, step, is_last)
+    if not (is_candidate or state.keeping.is_kept(step, is_last, now_ns - state.kept_ns)):
         return state
     return state._replace(kept=step, kept_ns=now_ns)
 

@@ -197,7 +197,7 @@ class Checkpoints:
                 continue
             self._remove(_Spare(whole.step, [file for file in under_way.files if file not in named]))
             try:
-                self._ask("prune")
+                self._ask("prune", self._run_state.best())
             except StorageError as error:
                 self._results.put(f"old checkpoints stay: {error}")
         with contextlib.suppress(StorageError):  # then `bamboo clean` finds the parts

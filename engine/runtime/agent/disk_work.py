@@ -104,6 +104,11 @@ def _end(work: _Work, wrote: bool) -> None:
     work.has_claim = False
 
 
+def _prune(work: _Work, best: int | None) -> None:
+    stays = [name for name in work.folder.names() if name.step == best]
+    work.folder.prune(work.job.keep, work.run, stays)
+
+
 def _rows(plain: list[list[Any]]) -> tuple[tuple[str, int, str], ...]:
     return tuple((name, size, sha256) for name, size, sha256 in plain)
 
@@ -111,7 +116,7 @@ def _rows(plain: list[list[Any]]) -> tuple[tuple[str, int, str], ...]:
 WORK: Mapping[str, Callable[..., Any]] = {
     "begin": _begin,
     "publish": _publish,
-    "prune": lambda work: work.folder.prune(work.job.keep, work.run),
+    "prune": _prune,
     "remove parts": lambda work, step, files: work.folder.remove_parts(step, files),
     "changed code": _changed_code,
     "newest good": _newest_good,

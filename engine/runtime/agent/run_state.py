@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.core.checkpoint_rules import best_step
 from engine.core.checks.audit import AuditBook, AuditMarks
 from engine.core.checks.trajectory import LoadedBook, PurityBook, TrajectoryRow
 from engine.core.errors import (
@@ -263,6 +264,12 @@ class RunState:
     def validated(self, outcome: ValidationMessage) -> None:
         """Keeps the results of a validation pass."""
         self.validations[outcome.step] = outcome.sets
+
+    def best(self) -> int | None:
+        """Returns the step whose validation is the best by the field `best` of the job; None without one."""
+        firsts = {step: sets[0] for step, sets in dict(self.validations).items() if sets}
+        figures = {step: {"loss": each.loss, **each.metrics} for step, each in firsts.items()}
+        return best_step(self.job.best, figures) if self.job.best else None
 
     def missing(self) -> tuple[str, ...]:
         """Returns in words the results of the last step that a finished run lacks."""
