@@ -32,6 +32,7 @@ from engine.models.user_factory import import_factory, made_by, wrong_factory
 # Rules: the target is the first of `TARGETS` that is there. A column that has no numbers, such as a text, is left out.
 # The other columns are the inputs, and the first layer takes them by name (`engine.models.data.Columns`).
 
+_MOST_TRIED = 64  # microbatches, of which the largest is taken
 TARGETS = ("labels", "label", "targets", "target", "y")
 
 
@@ -321,6 +322,22 @@ def num_samples(data: Data) -> int:
     return int(getattr(data, "num_samples", 0))
 
 
+def largest(job: Job, data: Data) -> tuple[int, int, int]:
+    """Returns the step, pipeline and number of the microbatch that layers are tried and memory is measured with.
+
+    It is the first one; with variable shapes the `largest` that the source names, else the largest of the first step.
+    """
+    if not job.variable_shapes:
+        return 0, 0, 0
+    if named := getattr(data, "largest", None):
+        step, pipeline, microbatch = named
+        return step, pipeline, microbatch
+    size, count = job.microbatch_size, min(_MOST_TRIED, job.pipelines * job.microbatches)
+    first = [(0, *divmod(number, job.microbatches)) for number in range(count)]
+    sizes = [sum(each.nbytes for each in data.microbatch(*at, size).inputs) for at in first]
+    return first[sizes.index(max(sizes))]
+
+
 def samples_of(data: Data, step: int, pipeline: int, microbatch: int) -> list[int]:
     """Returns the numbers of the samples of a microbatch in the training set; none for a source without limit."""
     named = getattr(data, "samples_of", None)
@@ -354,10 +371,10 @@ def user_data(job: Job) -> Data:
         is_whole = isinstance(returned, Data | WholeBatches | DataSets)
         made = bound(returned if is_whole else given_sets(returned) or returned, job)
     if isinstance(made, Data) and isinstance(made.facts, DataFacts):
-        return OwnData(made)
+        return OwnData(made, job)
     if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
         with running("the data", type(made).batch):
-            return OwnData(SplitBatches(made, job))
+            return OwnData(SplitBatches(made, job), job)
     expected = (
         "a factory that returns a data set with __len__ and __getitem__, several of them by name, an object with facts "
         "(DataFacts), microbatch() and validation(), or one with facts, spec, batch() and validation_batch()"
@@ -379,11 +396,13 @@ def _lacks(made: object) -> str:
 class OwnData:
     """A user's data source; an exception in it, or a microbatch of another size or shape, names the data."""
 
-    def __init__(self, source: Data):
+    def __init__(self, source: Data, job: Job):
         self.facts = source.facts
+        self._is_variable = job.variable_shapes
         self.num_samples = num_samples(source)
         self.samples_of = partial(samples_of, source)
         self.evaluation_sets = evaluation_sets(source)
+        self.largest = getattr(source, "largest", None)
         self._source = source
         self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
 
@@ -409,17 +428,25 @@ class OwnData:
             hint = "return Batch(inputs=(x,), targets=(y,))"
             raise TypeError(f"{name}: expected a Batch, found {type(batch).__name__}: {hint}")
         # The split of a whole batch has checked the rows, which need not be the first dimension.
-        for part, tensors in () if isinstance(self._source, SplitBatches) else _parts(batch):
+        has_rows = self._is_variable or isinstance(self._source, SplitBatches)
+        for part, tensors in () if has_rows else _parts(batch):
             rows = tensors[0].shape[0] if tensors and tensors[0].dim() else size
             if rows != size:
                 raise ValueError(f"{name} returned {counted(rows, 'row')} in {part}[0], {size} were asked for")
         for part, tensors in _parts(batch):
-            shapes = shapes_of(tensors)
+            shapes = _ranks_of(tensors) if self._is_variable else shapes_of(tensors)
             # The inputs of a validation are those of training, its targets may be others.
             key = part if part == "inputs" else f"{part} of {call.partition('(')[0]}"
             if (first := self._kinds.setdefault((key, size), shapes)) != shapes:
-                raise ValueError(f"{name} returned {shapes} as {part}, the first were {first}")
+                hint = "" if self._is_variable else "; --variable-shapes lets sizes differ"
+                raise ValueError(f"{name} returned {shapes} as {part}, the first were {first}{hint}")
         return batch
+
+
+def _ranks_of(tensors: Tensors) -> str:
+    """Returns what microbatches of other sizes have in common, such as ``float32 with 2 dimensions``."""
+    kinds = (f"{str(each.dtype).removeprefix('torch.')} with {counted(each.dim(), 'dimension')}" for each in tensors)
+    return " and ".join(kinds) or "none"
 
 
 def _parts(batch: Batch) -> tuple[tuple[str, Tensors], ...]:

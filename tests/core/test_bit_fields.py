@@ -23,6 +23,8 @@ DECISIVE = {
     "collate",
     "loss",
     "loss_args",
+    "variable_shapes",
+    "loss_normalisation",
     "pipelines",
     "microbatches",
     "microbatch_size",

@@ -115,10 +115,19 @@ class PlainLoop:
                 if self.mistake.buffers_counted_twice:
                     self._call(layer, values)
                 values = self._call(layer, values)
-            loss = self.model.loss(_in_float32(values), batch.targets)
+            loss = self.model.loss(_in_float32(values), batch.targets) * self._weight(step, batch.targets[0])
             self.scaler.scale(loss / job.microbatches).backward()
             losses.append(loss.item())
         return fmean(losses)
+
+    def _weight(self, step: int, target: Tensor) -> float:
+        """Returns the weight of the mean over the tokens of a microbatch in the mean over microbatches."""
+        job = self.job
+        if job.loss_normalisation == "microbatches":
+            return 1.0
+        places = [(pipeline, each) for pipeline in range(job.pipelines) for each in range(job.microbatches)]
+        targets = [self.data.microbatch(step, *place, job.microbatch_size).targets[0] for place in places]
+        return int((target != -100).sum()) * len(places) / sum(int((each != -100).sum()) for each in targets)
 
     def _call(self, layer: nn.Module, values: Tensors) -> Tensors:
         is_narrow = self.job.dtype != "float32"

@@ -20,6 +20,7 @@ Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+LossNormalisation = Literal["microbatches", "tokens", "next-tokens"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the layers at which stages 1, 2, ... begin: 2,4,6"
 CODE_FIELDS = ("model", "data", "collate", "loss", "metrics", "schedule", "optimizer", "lr_schedule", "logger")
@@ -55,6 +56,10 @@ class Job:
         1,
         "microbatches to prefetch, one thread each; used only if the source is slow and draws no random numbers; 0 = "
         "off",
+    )
+    variable_shapes: bool = described(
+        False,
+        "microbatches may differ in their sizes, such as the length of a sequence: shapes travel with each tensor",
     )
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
@@ -113,6 +118,11 @@ class Job:
         "float32", "bfloat16 and float16 run the layers under autocast; float16 also scales the loss"
     )
     scaler_args: Args = described(dict, "arguments of the float16 loss scale, such as growth_interval")
+    loss_normalisation: LossNormalisation = described(
+        "microbatches",
+        "the loss of a step. microbatches: the mean over them; tokens: the mean over the targets of the step that "
+        "count (are not -100); next-tokens: the same for a loss that shifts its targets by one",
+    )
     partition: str = described("uniform", PARTITION_FORMS)
     split: str = described(
         "",

@@ -255,6 +255,9 @@ def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
     if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
         hint = "NCCL sends between GPUs; --device cuda computes on them"
         problems.append(Problem("backend", "auto or direct with device cpu", "'nccl'", hint))
+    if job.variable_shapes and job.backend == "nccl":
+        hint = "NCCL needs the size of a message before it comes; --backend direct tells it with the message"
+        problems.append(Problem("variable_shapes", "false with backend nccl", "true", hint))
     if job.device == "cpu" and job.retain == "cpu":
         hint = "what the CPU computes lies on the host already"
         problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))

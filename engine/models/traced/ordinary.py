@@ -77,7 +77,7 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     autocast = None if job.dtype == "float32" else getattr(torch, job.dtype)
     batch = data.microbatch(0, 0, 0, job.microbatch_size)
     has_metrics = any(path != PERPLEXITY for path in named_metrics(job).values())  # which is made of the loss
-    example = Example(batch, data.facts.form, autocast, has_metrics)
+    example = Example(batch, data.facts.form, autocast, has_metrics, job.variable_shapes)
     if given is not None:
         example = with_given(module, example, given)
     traces, splitters, notes = _opened(module, example, job, data)

@@ -45,13 +45,15 @@ _WITHOUT_LOSS = "return the loss as a scalar tensor, or as `loss` of a dict or a
 class Example(NamedTuple):
     """How to call a module: with a microbatch, whose inputs have a form, and under autocast to a type, if any.
 
-    With `has_metrics` a forward that returns the loss is to return outputs beside it.
+    With `has_metrics` a forward that returns the loss is to return outputs beside it. With `is_variable` another
+    microbatch may have other sizes.
     """
 
     batch: Batch
     form: object
     autocast: torch.dtype | None
     has_metrics: bool = False
+    is_variable: bool = False
 
 
 class ForwardCall(NamedTuple):
@@ -87,7 +89,7 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
     attributes = attributes_of(copied)
     positions = _positions()
     with _as_in_a_stage(example, is_training):
-        recorder = CallRecorder(copied, call.inputs, call.targets, *opening)
+        recorder = CallRecorder(copied, call.inputs, call.targets, *opening, is_variable=example.is_variable)
         with running("the forward of the model", copied, _columns_text(example)):
             result = recorder.run(lambda made: made(*call.args, **call.kwargs))
         for name, position in _positions().items():

@@ -141,7 +141,8 @@ _PLAIN = (numbers.Number, str, bytes, torch.dtype, torch.device, torch.layout, t
 class CallRecorder(TorchFunctionMode):
     """Records the forward of `module`; submodules at the paths in `leaves` are called as a whole.
 
-    A value that one of the lines in `checked` reads is recorded as a check of that value.
+    A value that one of the lines in `checked` reads is recorded as a check of that value. If microbatches are variable
+    in their sizes, a size is such a value too.
     """
 
     def __init__(
@@ -151,6 +152,8 @@ class CallRecorder(TorchFunctionMode):
         targets: Tensors,
         leaves: frozenset[str],
         checked: frozenset[CodeLine] = frozenset(),
+        *,
+        is_variable: bool = False,
     ):
         super().__init__()
         self.trace = Trace(base=_context())
@@ -169,6 +172,8 @@ class CallRecorder(TorchFunctionMode):
             self.trace.memory[place] = self._memory(tensor)
         self.trace.inputs = tuple(self._made(each, is_of_data=True) for each in inputs)
         self.trace.targets = tuple(self._made(each, is_of_data=True) for each in targets)
+        if is_variable:
+            self._sized_by_values |= {*self.trace.inputs, *self.trace.targets}
 
     def run(self, call: Callable[[nn.Module], Any]) -> Any:
         """Runs `call` with the module and returns its result. Raises UnrecordableError."""

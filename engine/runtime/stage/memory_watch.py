@@ -17,6 +17,7 @@ from engine.core.history.run_records import MemoryRecord
 from engine.core.job.memory_model import MicrobatchBytes, StageBytes, device_bytes
 from engine.core.ownership import Ownership
 from engine.models.data import Data
+from engine.models.data_sources import largest
 from engine.models.layers import Batch, Tensors
 from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
@@ -90,7 +91,8 @@ class MemoryWatch:
             with contextlib.suppress(Exception), set_back(self._replicas.device):  # training will show a layer's error
                 batch = Batch((), ())
                 if index == 0 or stage.is_last:
-                    batch = data.microbatch(0, 0, 0, self._replicas.job.microbatch_size)
+                    job = self._replicas.job
+                    batch = data.microbatch(*largest(job, data), job.microbatch_size)
                 targets = self._replicas.device.put_all(batch.targets) if stage.is_last else None
                 self._tried[index] = microbatch_bytes(stage, self._inputs(index, batch), targets)
         self._replicas.device.memory_peak()

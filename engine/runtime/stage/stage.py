@@ -271,7 +271,7 @@ class Stage:
         self.border: Border | None = None
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
-        self._first_returned: dict[int, Border] = {}
+        self._first_returned: dict[tuple[int, tuple[torch.Size, ...]], Border] = {}  # by layer and sizes of its inputs
         self._share = LossShare(job.microbatches)
         # Trained parameters by layer and name; with FSDP, the unsharded ones.
         self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
@@ -326,15 +326,18 @@ class Stage:
     def _key(self, step: int, index: int, microbatch: int) -> int:
         return layer_key(self.job.seed, step, self.pipeline, index, microbatch)
 
-    def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
+    def forward(
+        self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None, weight: float | None = None
+    ) -> Tensors:
         """Runs the next forward, keeps its residual and returns the outputs; the last stage also computes the loss.
 
-        Raises DivergedError for a loss that is not finite, except in float16; TypeError for outputs that do not fit.
+        A `weight` multiplies the loss. Raises DivergedError for a loss that is not finite, except in float16;
+        TypeError for outputs that do not fit.
         """
         ensure(microbatch == self.counted, f"forward {microbatch} where {self.counted} are in")
         if self.job.retains:
             self.history.note(microbatch)
-        residual = self._forward(step, microbatch, inputs, targets)
+        residual = self._forward(step, microbatch, inputs, targets, weight)
         if residual.loss is not None:
             loss = residual.loss.outputs[0].item()
             if not math.isfinite(loss) and self.job.dtype != "float16":  # where such gradients skip the step
@@ -346,13 +349,17 @@ class Stage:
         self.counted += 1
         return residual.outputs
 
-    def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
+    def redo_forward(
+        self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None, weight: float | None = None
+    ) -> Tensors:
         """Runs a counted forward again from the buffers before it; buffers, losses and counter do not change."""
         ensure(microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in")
         with lending(self.history.modules, self.history.before(microbatch).copy().buffers()):
-            return self._forward(step, microbatch, inputs, targets).outputs
+            return self._forward(step, microbatch, inputs, targets, weight).outputs
 
-    def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:
+    def _forward(
+        self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None, weight: float | None
+    ) -> Residual:
         residual = Residual([], inputs)
         for group in self._groups:
             checkpoint = None
@@ -366,10 +373,16 @@ class Stage:
             self._check(max(self.layers), self.border, residual.outputs)
         if targets is not None:
             cut = cut_off(residual.outputs)
-            residual.loss = Segment(cut, (loss_of(self.model, cut, targets),), "the loss")
+            residual.loss = Segment(cut, (self._weighted_loss(cut, targets, weight),), "the loss")
         self.residuals[microbatch] = residual
         self.peak_stash = max(self.peak_stash, len(self.residuals) + len(self.pending))
         return residual
+
+    def _weighted_loss(self, outputs: Tensors, targets: Tensors, weight: float | None) -> Tensor:
+        if weight == 0:  # no target counts: the mean over them is no number
+            return outputs[0].float().sum() * 0.0
+        loss = loss_of(self.model, outputs, targets)
+        return loss if weight is None else loss * weight
 
     def backward(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
         """Runs the next backward, adds to the gradients of the parameters and frees the residual.
@@ -448,7 +461,7 @@ class Stage:
                 loss_of(self.model, outputs, targets)
             for of_validation in validation:
                 self.evaluate_loss(self.evaluate(inputs) if self.model.num_loss_outputs else outputs, of_validation)
-        self.border = border_of(outputs)
+        self.border = border_of(outputs, is_open=self.job.variable_shapes)
         if len(outputs) > MAX_TENSORS:
             raise self._wrong(max(self.layers), f"at most {MAX_TENSORS} tensors leave a stage, found {len(outputs)}")
         return self.border
@@ -467,7 +480,8 @@ class Stage:
             outputs = self._call(index, cut)
             if [tensor._version for tensor in cut] != before:  # a recovery needs the input
                 raise self._wrong(index, "a layer must not overwrite what it is called with")
-            self._check(index, self._first_returned.setdefault(index, border_of(outputs)), outputs)
+            sizes = tuple(each.shape for each in cut) if self.job.variable_shapes else ()
+            self._check(index, self._first_returned.setdefault((index, sizes), border_of(outputs)), outputs)
             segments.append(Segment(cut, outputs, self.where(index)))
             inputs = outputs
         return segments

@@ -16,6 +16,7 @@ from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
 from engine.core.units import Args
 from engine.models.data import Data, keyed_generator
+from engine.models.data_sources import largest
 from engine.models.layers import Model, Tensors
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
@@ -33,7 +34,7 @@ def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int
     if job.partition == "parameters":
         layers = (build_layer(job, model, index) for index in range(len(model.layers)))
         return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    batch = data.microbatch(0, 0, 0, job.microbatch_size)
+    batch = data.microbatch(*largest(job, data), job.microbatch_size)
     inputs, weights = device.put_all(batch.inputs), []
     for index in range(len(model.layers)):
         stage = Stage(job, model, 0, index, index + 1, device)

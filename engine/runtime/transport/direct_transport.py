@@ -2,6 +2,9 @@
 
 A message has arrived when all of its bytes are in memory of its own, which the posted receive views as tensors. No
 thread waits for a transfer: the main thread reads links in its one wait (`engine/runtime/transport/links.py`).
+
+With variable shapes, a value between stages begins with the sizes of its tensors, as int64 numbers. Its receive is
+posted without memory: the frame of the message has its length, and the message gets memory of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from typing import Generic, NamedTuple
 
 import torch
@@ -25,12 +30,14 @@ from engine.runtime.transport.peer_link import Arrived, memory_of, tensor_of
 from engine.runtime.transport.transport import (
     AnyKey,
     AsideKey,
+    AsidePurpose,
     Border,
     Channel,
     Issued,
     LinkFaults,
     ProgramKey,
     ProgramPurpose,
+    TensorSpec,
     Traffic,
     Waiter,
 )
@@ -263,13 +270,13 @@ class EndChannel(Generic[AnyKey]):
 class DirectBackend:
     """The groups of one worker over its links."""
 
-    def __init__(self, cuts: LinkCuts, links: Links, device: Device = HOST):
+    def __init__(self, cuts: LinkCuts, links: Links, device: Device = HOST, *, carries_sizes: bool = False):
         self.link_faults = LinkFaults(cuts.cut, links.disturb)
-        self._cuts, self._links, self._device = cuts, links, device
+        self._cuts, self._links, self._device, self._carries_sizes = cuts, links, device, carries_sizes
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> DirectJoining:
         """Returns an attempt to join the group of an epoch, in advance if it is numbered."""
-        end = DirectTransport(self._cuts, self._links, members, epoch, self._device)
+        end = DirectTransport(self._cuts, self._links, members, epoch, self._device, carries_sizes=self._carries_sizes)
         return DirectJoining(end, in_advance=attempt > 0)
 
 
@@ -296,9 +303,18 @@ class DirectJoining:
 class DirectTransport(GroupEnd):
     """The messages of one worker in the group of an epoch."""
 
-    def __init__(self, cuts: LinkCuts, links: Links, members: Sequence[int], epoch: int, device: Device):
+    def __init__(
+        self,
+        cuts: LinkCuts,
+        links: Links,
+        members: Sequence[int],
+        epoch: int,
+        device: Device,
+        *,
+        carries_sizes: bool = False,
+    ):
         super().__init__(cuts, members, epoch, device)
-        self.links, self.number = links, epoch
+        self.links, self.number, self.carries_sizes = links, epoch, carries_sizes
         self.in_order: _DirectChannel[ProgramKey] = _DirectChannel(self, is_aside=0)
         self.aside: _DirectChannel[AsideKey] = _DirectChannel(self, is_aside=1)
 
@@ -312,8 +328,10 @@ class DirectTransport(GroupEnd):
 
     def take_in_late(self, source: int, key: ProgramKey | AsideKey, border: Border, room: memoryview) -> None:
         """Accepts a message that is in memory of its own."""
+        is_open = any(spec.is_open for spec in border)
+        border = told_by(room, border) if is_open else border
         if len(room) == size_of(border):
-            self.arrives(source, key, viewed(room, border))
+            self.arrives(source, key, viewed(room, border)[is_open:])  # without the sizes
         else:
             reason = f"{key} from worker {source} has {len(room)} bytes, which are not those of its specs"
             self.fails(TransferFailedError(reason, source))
@@ -353,6 +371,9 @@ class _DirectChannel(EndChannel[AnyKey]):
         if (early := end.links.take_early(source, number)) is not None:
             end.take_in_late(source, key, border, early)
             return
+        if any(spec.is_open for spec in border):
+            end.links.post(source, number, _Posted(key, border, _UNKNOWN, ()), _UNKNOWN)
+            return
         room = end.links.room_of(size_of(border))
         end.links.post(source, number, _Posted(key, border, room, viewed(room, border)), room)
 
@@ -368,8 +389,26 @@ class _DirectChannel(EndChannel[AnyKey]):
 
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         end = self._end
+        if end.carries_sizes and tensors and key.purpose in _BETWEEN_STAGES:
+            sizes = [size for tensor in tensors for size in tensor.shape]
+            tensors = (torch.tensor(sizes, dtype=torch.int64, device="cpu"), *tensors)
         parts = [memory_of(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
         end.links.send(target, end.number, 2 * key.number + self._is_aside, parts)
+
+
+_BETWEEN_STAGES = (ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT, AsidePurpose.VALIDATION)
+_UNKNOWN = memoryview(b"")  # the memory of a receive whose message tells its sizes
+
+
+def told_by(room: memoryview, border: Border) -> Border:
+    """Returns the border of a message that begins with its sizes, which are its first tensor then.
+
+    Sizes that no sender tells give a border of another length than the message.
+    """
+    sizes = TensorSpec((sum(len(spec.shape) for spec in border),), torch.int64, needs_grad=False)
+    told = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
+    shapes = (tuple(islice(told, len(spec.shape))) for spec in border)
+    return (sizes, *(replace(spec, shape=shape) for spec, shape in zip(border, shapes, strict=True)))
 
 
 def size_of(border: Border) -> int:

@@ -305,15 +305,16 @@ class Executor:
         stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline
         replica = self.context.replicas.stages[pipeline, stage]
         inputs: Tensors = ()
-        targets = None
+        targets = weight = None
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
         if self._takes_data(action):
             batch = self._loader.load(step, action)
             inputs = batch.inputs if stage == 0 else inputs
-            targets = batch.targets if replica.is_last else None
+            if replica.is_last:
+                targets, weight = batch.targets, self._loader.weight(step, action)
         run = replica.forward if action.op is Op.F else replica.redo_forward
-        outputs = run(step, microbatch, inputs, targets)
+        outputs = run(step, microbatch, inputs, targets, weight)
         if not replica.is_last:
             self.value_store.make(Value(Kind.ACTIVATION, pipeline, stage, microbatch), outputs)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -24,6 +25,7 @@ from engine.core.texts import numbered
 from engine.models.data import Data, DataFacts
 from engine.models.data_sources import evaluation, evaluation_sets, num_samples, samples_of
 from engine.models.layers import Batch, Tensors
+from engine.models.losses import num_counted
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.process.progress_board import LoaderStatus
 from engine.runtime.stage.random_streams import displace, positions
@@ -57,6 +59,11 @@ class WatchedData:
     def num_samples(self) -> int:
         """The number of samples in the training set; 0 for a source without limit."""
         return num_samples(self._data)
+
+    @property
+    def largest(self) -> tuple[int, int, int] | None:
+        """The step, pipeline and number of the largest microbatch; None if the source does not name it."""
+        return getattr(self._data, "largest", None)
 
     def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
         """Returns the numbers of the samples of a microbatch in the training set; none for a source without limit."""
@@ -138,6 +145,7 @@ class MicrobatchLoader:
         self._ahead: dict[tuple[int, Action], Future[Batch]] = {}  # by step and forward
         self._threads: ThreadPoolExecutor | None = None
         self._forwards: Sequence[Action] = ()  # with data, of one step
+        self._counted: tuple[int, dict[tuple[int, int], int]] = (-1, {})  # a step, and the targets that count in it
         self._marks: dict[Slot, dict[int, str]] = {}  # of the open step
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
 
@@ -149,6 +157,28 @@ class MicrobatchLoader:
         batch = self._prepared.pop(action, None) or self._loaded(step, action)
         self._load_ahead(step, action)
         return on_device(batch, self._device)
+
+    def weight(self, step: int, action: Action) -> float | None:
+        """Returns the weight of a microbatch in the loss of its step; None if all count the same.
+
+        It is the share of the targets of the whole step that are in the microbatch, times the number of microbatches,
+        so that the mean over microbatches is the mean over targets. All are loaded to be counted, before the first loss
+        of the step: each worker counts the same, whatever has died. Raises UserError if none counts.
+        """
+        job = self._job
+        if job.loss_normalisation == "microbatches":
+            return None
+        if self._counted[0] != step:
+            places = product(range(job.pipelines), range(job.microbatches))
+            self._counted = step, {place: self._num_counted(step, *place) for place in places}
+        counts = self._counted[1]
+        if not (total := sum(counts.values())):
+            raise UserError([Problem("data", "a target that counts in each step", f"none in step {step}")])
+        return counts[action.pipeline, action.microbatch] * len(counts) / total
+
+    def _num_counted(self, step: int, pipeline: int, microbatch: int) -> int:
+        batch = self._data.microbatch(step, pipeline, microbatch, self._job.microbatch_size)
+        return num_counted(batch.targets, is_shifted=self._job.loss_normalisation == "next-tokens")
 
     def enter(self, forwards: Sequence[Action]) -> None:
         """Takes the forwards with data of the next program, in their order."""

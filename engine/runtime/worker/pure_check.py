@@ -26,6 +26,7 @@ from engine.core.message_kinds import CUT
 from engine.core.messages import PureMessage
 from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator
+from engine.models.data_sources import largest
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.model_registry import is_own
 from engine.runtime.device.device import HOST, Device, WithoutForm, unwritten_filled
@@ -122,7 +123,7 @@ class PureCheck:
         layers = range(self.starts[stage], (*self.starts[1:], len(self.model.layers))[stage])
         trials: list[LayerTrial] = []
         for inputs in self._inputs(stage):
-            trials = self._first_trials(layers, inputs)
+            trials = self._first_trials(layers, inputs, self._targets(stage))
             if len(trials) == len(layers):
                 break
         with unwritten_filled() if self.job.deterministic else contextlib.nullcontext():
@@ -141,11 +142,17 @@ class PureCheck:
         yield [tuple(drawn_like(each, generator).requires_grad_(each.requires_grad) for each in one) for one in zeros]
         yield zeros
 
-    def _first_trials(self, layers: Sequence[int], inputs: list[Tensors]) -> list[LayerTrial]:
+    def _targets(self, stage: int) -> list[Tensors]:
+        """Returns the targets of the inputs of a stage, which behind a border have the sizes of the largest."""
+        if not (stage and self.job.variable_shapes and self._batches):
+            return [batch.targets for batch in self._batches]
+        batch = self.data.microbatch(*largest(self.job, self.data), self.job.microbatch_size)
+        return [on_device(batch, self.device).targets for _ in MICROBATCHES]
+
+    def _first_trials(self, layers: Sequence[int], inputs: list[Tensors], targets: list[Tensors]) -> list[LayerTrial]:
         """Tries a copy of each layer in turn, up to a layer that raises an exception: training will show it."""
         trials = []
         for index in layers:
-            targets = [batch.targets for batch in self._batches]
             trial = LayerTrial(self.job, self.model, index, inputs, targets, self.device)
             operations = WithoutForm()
             try:

@@ -21,7 +21,7 @@ from engine.runtime.process.control import FOREVER_S, Control, ControlHandler, K
 from engine.runtime.process.link import Link
 from engine.runtime.transport.direct_transport import DirectBackend, DirectJoining, LinkCuts
 from engine.runtime.transport.links import Links
-from engine.runtime.worker.worker import WorkerRun
+from engine.runtime.worker.worker import WorkerRun, carries_sizes
 
 
 class Turn:
@@ -114,10 +114,12 @@ def _end_if(is_killed: threading.Event) -> None:
 class ThreadBackend(DirectBackend):
     """The groups of a worker that is a thread. All workers of one `life` were started together."""
 
-    def __init__(self, life: object, control: ThreadControl, worker: int, device: Device):
+    def __init__(
+        self, life: object, control: ThreadControl, worker: int, device: Device, *, carries_sizes: bool = False
+    ):
         self._of_thread = Links(control)
         self._joinings: list[DirectJoining] = []
-        super().__init__(LinkCuts(control), self._of_thread, device)
+        super().__init__(LinkCuts(control), self._of_thread, device, carries_sizes=carries_sizes)
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> DirectJoining:
         """Returns the attempt to join the group of an epoch."""
@@ -171,5 +173,6 @@ class WorkerThread:
             self._backend.leave()  # it may be joining a group
 
     def _backend_of(self, welcome: WelcomeMessage, device: Device) -> ThreadBackend:
-        self._backend = ThreadBackend(self._life, self._control, welcome.worker, device)
+        of_job = carries_sizes(welcome)
+        self._backend = ThreadBackend(self._life, self._control, welcome.worker, device, carries_sizes=of_job)
         return self._backend

@@ -59,7 +59,7 @@ from engine.core.protocol.worker_state import Output, SendMessage
 from engine.core.random_key import random_key
 from engine.files.accelerators import nccl_settings, nccl_stand_in
 from engine.models.data import Data
-from engine.models.data_sources import evaluation, evaluation_sets, open_data
+from engine.models.data_sources import evaluation, evaluation_sets, largest, open_data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
 from engine.models.user_code import RAISED, exception_of, log_exception, log_stack, running_line
@@ -198,7 +198,12 @@ def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) ->
         return memory_of(device.copies.room((size,), torch.uint8))
 
     links = Links(control, room_of, welcome.address, welcome.network)
-    return DirectBackend(LinkCuts(control), links, device)
+    return DirectBackend(LinkCuts(control), links, device, carries_sizes=carries_sizes(welcome))
+
+
+def carries_sizes(welcome: WelcomeMessage) -> bool:
+    """Returns whether the sizes of tensors travel with them in the job of a worker."""
+    return Job(**welcome.job).variable_shapes
 
 
 _MOST_PROBLEMS = 100  # in one message
@@ -456,7 +461,8 @@ def _learn_borders(
             with _before_its_trial(stage.job, stage.model):
                 border = _probed(stage, _border_of(before[-1]) if before else None, data)
             control.send(messages.BordersMessage((*before, tuple(spec.to_json() for spec in border))))
-    return tuple(map(_border_of, _take_borders(control, ownership.grid.stages)))
+    is_open = replicas.job.variable_shapes
+    return tuple(_border_of(each, is_open) for each in _take_borders(control, ownership.grid.stages))
 
 
 def _take_borders(control: Control, stages: int) -> tuple[messages.BorderSpecs, ...]:
@@ -467,8 +473,8 @@ def _take_borders(control: Control, stages: int) -> tuple[messages.BorderSpecs, 
     return borders
 
 
-def _border_of(specs: messages.BorderSpecs) -> Border:
-    return tuple(map(TensorSpec.from_json, specs))
+def _border_of(specs: messages.BorderSpecs, is_open: bool = False) -> Border:
+    return tuple(TensorSpec.from_json(spec, is_open=is_open) for spec in specs)
 
 
 def _probed(stage: Stage, before: Border | None, data: Data) -> Border:
@@ -480,8 +486,9 @@ def _probed(stage: Stage, before: Border | None, data: Data) -> Border:
     if before is not None and not stage.is_last:
         return stage.probe(zeros)
     size = stage.job.microbatch_size
-    batch = on_device(data.microbatch(0, 0, 0, size), stage.device)
-    sets = evaluation_sets(data) if stage.job.validate_every else ()
+    batch = on_device(data.microbatch(*largest(stage.job, data), size), stage.device)
+    # With variable shapes its targets are not those of these outputs.
+    sets = evaluation_sets(data) if stage.job.validate_every and not stage.job.variable_shapes else ()
     validation = [stage.device.put_all(evaluation(data, name, 0, size).targets) for name in sets]
     inputs = batch.inputs if before is None else zeros
     if not stage.is_last:
