@@ -68,6 +68,8 @@ def bce_with_logits(outputs: Tensors, targets: Tensors, *, pos_weight: float = 1
 
 def _is_of_classes(loss: Loss) -> bool:
     return getattr(loss, "func", loss) in (default_loss, cross_entropy)  # a partial has arguments of the job
+
+
 def num_counted(targets: Tensors, *, is_shifted: bool = False) -> int:
     """Returns how many of the targets count in the loss; if it `is_shifted`, all but the first of each row may."""
     target = targets[0][..., 1:] if is_shifted else targets[0]

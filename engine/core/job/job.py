@@ -132,8 +132,8 @@ class Job:
     redundancy: Redundancy = described(
         "lazy",
         "who can take over a stage. lazy: a shadow with up-to-date weights; eager: that shadow, which also runs the "
-        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: no shadows; only "
-        "another pipeline, if there is one",
+        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: no shadows, "
+        "only another pipeline",
     )
     redundancy_level: int = described(
         1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"

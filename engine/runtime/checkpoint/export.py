@@ -59,8 +59,8 @@ def export(
     """Writes the weights of a checkpoint to a ``.safetensors`` file, a ``.pt`` or ``.pth`` file, or a new folder.
 
     A file in a folder has at most `largest` bytes of tensors, or one tensor; `beside` writes other files into it. With
-    `for_dcp`, the folder is one for ``torch.distributed.checkpoint`` instead; with `ema` the averages of trained weights
-    stand in their place.
+    `for_dcp`, the folder is one for ``torch.distributed.checkpoint`` instead. With `ema`, averages of trained weights
+    are written in their place.
 
     Raises:
         StorageError: a file cannot be written, or one of the checkpoint is damaged.
