@@ -95,6 +95,7 @@ soak-zoo: $(TEST_STAMP)
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt peft
 	.venv/bin/python -m tests.e2e.hf_soak
 	.venv/bin/python -m tests.e2e.hf_draw --seed $(SEED)
+	.venv/bin/python -m tests.e2e.hf_peers
 
 # Real processes, some five minutes on two cores; SEED=1000 tries other kills.
 SEED ?= 0
