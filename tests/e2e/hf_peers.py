@@ -105,7 +105,8 @@ def of_torch(model: nn.Module, examples: list[Columns], strict: bool) -> None:
         pipe = pipeline(model, mb_args=(), mb_kwargs=examples[0], split_spec=split)
     if pipe.num_stages != _STAGES:
         raise Mismatch(f"{pipe.num_stages} stages")
-    pipe.executor = torch.fx.Interpreter(pipe.split_gm)  # its own one detaches what goes from stage to stage
+    executor: Any = torch.fx.Interpreter(pipe.split_gm)
+    pipe.executor = executor  # its own one detaches what goes from stage to stage
     for kind, columns, grads in zip(("padded", "unpadded"), examples, expected, strict=True):
         pipe.zero_grad()
         loss_of(pipe(**columns)).backward()
