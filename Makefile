@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -136,6 +136,10 @@ soak-resume: $(TEST_STAMP)
 # A day on spot machines: twenty SIGTERMs and SIGKILLs, each end followed by the same line; some five minutes on two cores.
 soak-spot: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.spot_soak --kills 20 --seed $(SEED)
+
+# Streams of sequences of different lengths: 100 kills, resumed on other numbers of workers; some four minutes.
+soak-lengths: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.length_soak --kills 100 --seed $(SEED)
 
 # The steps of runs with loggers that raise, block, sleep and compute, beside runs without: some ten minutes, on an idle machine.
 soak-loggers: $(TEST_STAMP)

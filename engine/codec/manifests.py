@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from engine.codec.values import parsed, text_of, value_of
+from engine.codec.values import parsed, plain_of, text_of, value_of
 from engine.core.errors import InvariantError, ensure
 from engine.core.manifest import (
     FORMAT,
@@ -32,7 +32,9 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def _text(manifest: Manifest) -> bytes:
-    return f"{text_of(manifest, sort_keys=True)}\n".encode()
+    plain = plain_of(manifest)
+    parts = [{name: value for name, value in part.items() if name != "position" or value} for part in plain["parts"]]
+    return f"{text_of(plain | {'parts': parts}, sort_keys=True)}\n".encode()
 
 
 def manifest_of(name: str, data: bytes) -> Manifest:
@@ -57,6 +59,10 @@ def manifest_of(name: str, data: bytes) -> Manifest:
     if type(plain) is not dict or plain.get("format") != FORMAT:
         version = plain.get("format") if type(plain) is dict else plain
         refuse(f"the field 'format': expected {FORMAT}, found {version!r:.80}; another bamboo wrote it")
+    parts = plain.get("parts")
+    for part in parts if type(parts) is list else ():
+        if type(part) is dict:
+            part.setdefault("position", "")  # the text has it only where there is one
     try:
         manifest = value_of(plain, Manifest, "a manifest")
     except InvariantError as error:

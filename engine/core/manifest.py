@@ -24,6 +24,7 @@ from engine.core.errors import StorageError
 FORMAT = 2
 MOST_BYTES = 16 << 20  # of a manifest: some 60,000 parts
 _MOST_VALUES = 1 << 10  # fields and arguments of the job
+MOST_OF_POSITION = 8 << 10  # characters of the position in a data set, which a message has to hold
 MOST_INNER = 1 << 20  # objects and lists, each of which takes some 200 bytes
 _MOST_PIPELINES = 1 << 12
 _STEP = re.compile(r"step-([0-9]{8,12})")
@@ -45,7 +46,7 @@ class Part:
 
     `strides` are those of the tensors that are not contiguous, by the name of the tensor, in elements. `transient` are
     the buffers that a state_dict leaves out. `aliases` are (name in a state_dict, name of the tensor in the file) where
-    a tensor has more than one name.
+    a tensor has more than one name. `position` is that of an iterable data set, in the first part.
     """
 
     layer: int
@@ -57,6 +58,7 @@ class Part:
     strides: Strides = ()
     transient: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    position: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ def _problems_of_parts(manifest: Manifest) -> Iterator[str]:
             yield f"{part.file}: not the name of shard {part.shard} of {part.shards} of layer {part.layer}"
         if not _SHA256.fullmatch(part.sha256) or not 0 <= part.size < _MOST:
             yield f"{part.file}: expected a size in bytes and a SHA-256 (hex)"
+        if len(part.position) > MOST_OF_POSITION:
+            yield f"{part.file}: expected at most {MOST_OF_POSITION} characters of a position"
         if any(not 0 <= stride < _MOST for _, strides in part.strides for stride in strides):
             yield f"{part.file}: expected strides of at least 0 and less than 2**63"
     groups = [(layer, list(parts)) for layer, parts in groupby(manifest.parts, _LAYER)]

@@ -102,11 +102,12 @@ class CheckpointFolder:
         strides: Strides = (),
         transient: tuple[str, ...] = (),
         aliases: tuple[tuple[str, str], ...] = (),
+        position: str = "",
     ) -> Part:
         """Writes one part of a coming checkpoint to disk, and returns it."""
         file = part_file(layer, shard, shards, nonce_of(self._owner, os.urandom(8)))
         written = self._storage.create(f"{step_folder(step)}/{file}", chunks)
-        return Part(layer, shard, shards, file, written.size, written.sha256, strides, transient, aliases)
+        return Part(layer, shard, shards, file, written.size, written.sha256, strides, transient, aliases, position)
 
     def publish(self, manifest: Manifest) -> CheckpointName:
         """Writes the manifest after all of its parts; from now on the checkpoint exists."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from engine.models.data import ONLY, Columns, Data, DataFacts, DataSets, SplitBa
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import shapes_of
 from engine.models.model_registry import data_factory, data_problems, is_own, name_problems
+from engine.models.streams import StreamPosition, StreamReader, set_streams
 from engine.models.user_code import RAISED, exception_of, running
 from engine.models.user_factory import import_factory, made_by, wrong_factory
 
@@ -94,6 +94,8 @@ def evaluation(data: Data, name: str, index: int, size: int) -> Batch:
 
 # The data sets that a factory may return as they are: one, a pair, or several by name.
 #
+# The training set may be a stream: an iterable without numbers.
+#
 # training                                    no evaluation: a validation pass has nothing to do
 # (training, evaluation)                      the name of the second one is validation
 # {"train": ..., "validation": ..., ...}      each but the first is an evaluation set, by its name
@@ -105,22 +107,23 @@ def given_sets(made: Any) -> DataSets | None:
     """Returns the source of the data sets that a factory returned; None for any other object."""
     if isinstance(made, Mapping):
         training = next((name for name in _TRAINING if name in made), None)
-        if training is None or not all(map(_is_map_style, made.values())):
-            return None
         others = {str(name): _formatted(each) for name, each in made.items() if name != training}
-        return indexed(_formatted(made[training]), others)
+        return _sets(made[training], others) if training is not None else None
     if isinstance(made, tuple):
-        is_pair = len(made) == 2 and all(map(_is_map_style, made)) and not isinstance(made[0], Tensor)
-        return indexed(_formatted(made[0]), _formatted(made[1])) if is_pair else None
-    return indexed(_formatted(made)) if _is_map_style(made) else None
+        return _sets(made[0], {ONLY: _formatted(made[1])}) if len(made) == 2 else None
+    return _sets(made, {})
+
+
+def _sets(training: Any, others: Mapping[str, Any]) -> DataSets | None:
+    if not all(map(_is_map_style, others.values())) or not (_is_stream(training) or _is_map_style(training)):
+        return None
+    if _is_stream(training):
+        return DataSets(_formatted(training), others, None, None, None, draws=False)
+    return indexed(_formatted(training), others)
 
 
 def why_not(made: Any) -> str:
     """Returns the way out for an object that is no data set, in words; empty if there is none."""
-    if isinstance(made, DataLoader):
-        return "return its dataset: bamboo makes the microbatches"
-    if isinstance(made, IterableDataset | Iterator):
-        return "its samples have no numbers to load them by: make it a map-style data set, with __len__ and __getitem__"
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
         return "return torch.utils.data.TensorDataset(inputs, targets)"
     if isinstance(made, Mapping):
@@ -131,6 +134,12 @@ def why_not(made: Any) -> str:
 def _is_map_style(samples: Any) -> bool:
     is_other = isinstance(samples, str | bytes | Mapping | tuple | IterableDataset | Tensor)
     return not is_other and hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+
+
+def _is_stream(samples: Any) -> bool:
+    """Returns whether samples come in an order of their own, without numbers."""
+    is_other = isinstance(samples, str | bytes | Mapping | tuple | set | frozenset | Tensor | torch.nn.Module)
+    return not is_other and hasattr(samples, "__iter__") and not _is_map_style(samples)
 
 
 def _formatted(samples: Any) -> Any:
@@ -238,13 +247,13 @@ class IndexedData:
     """The microbatches of a finite data set for one job; `num_samples` are in its training set."""
 
     def __init__(self, source: DataSets, job: Job):
-        self.num_samples = len(source.training)
+        self.num_samples = 0 if _is_stream(source.training) else len(source.training)
         self.evaluation_sets = {name: len(each) for name, each in source.evaluations.items()}
         self._source, self._job = source, job
         self._seed = job.seed if source.seed is None else source.seed
         self._collate = import_factory("collate", job.collate) if job.collate else source.collate
         if source.facts is None or self._collate is not None or isinstance(self._training_sample(0, 0), Mapping):
-            form, batch = self._formed(self._training_samples(0, job.microbatch_size))
+            form, batch = self._formed_at(0, job.microbatch_size)
             facts = source.facts or seen_facts(batch, form, source.training)
             self.facts = replace(facts, form=form)
         else:
@@ -252,7 +261,7 @@ class IndexedData:
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns the next `size` training samples of the row of all samples of a run."""
-        return self._collated(self._training_samples(first_position(self._job, step, pipeline, microbatch), size))
+        return self._checked(*self._formed_at(first_position(self._job, step, pipeline, microbatch), size))
 
     def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
         """Returns the numbers of the samples of a microbatch in the training set."""
@@ -269,8 +278,8 @@ class IndexedData:
         numbers = (number % len(samples) for number in range(index * size, (index + 1) * size))
         return self._collated([samples[number] for number in numbers])
 
-    def _training_samples(self, position: int, size: int) -> list[Any]:
-        return [self._training_sample(*at) for at in self._places(position, size)]
+    def _formed_at(self, position: int, size: int) -> tuple[Columns | None, Batch]:
+        return self._formed([self._training_sample(*at) for at in self._places(position, size)])
 
     def _places(self, position: int, size: int) -> Iterator[tuple[int, int]]:
         for share in shares(position, size, self.num_samples):
@@ -282,11 +291,13 @@ class IndexedData:
         number = sample_at(data_epoch, place, self.num_samples, self._seed)
         if source.draws:
             # The streams are not set back: a source that touches them is never read ahead, in another thread.
-            _set_streams(random_key(self._seed, "sample", data_epoch, number))
+            set_streams(random_key(self._seed, "sample", data_epoch, number))
         return source.training[number]
 
     def _collated(self, samples: list[Any]) -> Batch:
-        form, batch = self._formed(samples)
+        return self._checked(*self._formed(samples))
+
+    def _checked(self, form: Columns | None, batch: Batch) -> Batch:
         if form != self.facts.form:
             raise ValueError(f"collate: expected the same columns in every microbatch, found {form}")
         return batch
@@ -294,7 +305,9 @@ class IndexedData:
     def _formed(self, samples: list[Any]) -> tuple[Columns | None, Batch]:
         """Returns the microbatch of some samples, and the names of its inputs if they have names."""
         usual = collate_columns if isinstance(samples[0], Mapping) else default_collate
-        made = (self._collate or usual)(samples)
+        return self._form_of((self._collate or usual)(samples))
+
+    def _form_of(self, made: Any) -> tuple[Columns | None, Batch]:
         if isinstance(made, Batch):
             return None, made
         if isinstance(made, Mapping):
@@ -308,8 +321,61 @@ class IndexedData:
         return None, Batch(_tensors(inputs, "inputs"), _tensors(targets, "targets"))
 
 
-def bound(made: Data | DataSets, job: Job) -> Data:
-    """Returns a source of data for a job; raises UserError for a collate function that it cannot use."""
+class StreamData(IndexedData):
+    """The microbatches of an iterable data set for one job; `begin` makes the stream anew.
+
+    An item is a sample, or a whole microbatch if it is a Batch or comes from a DataLoader.
+    """
+
+    def __init__(self, source: DataSets, job: Job, begin: Callable[[], Iterable[Any]]):
+        self._reader = StreamReader(begin, job.seed)
+        (first,) = self._reader.items(0, 1)
+        self._is_whole = isinstance(first, Batch) or isinstance(source.training, DataLoader)
+        if self._is_whole and job.collate:
+            hint = "this stream has whole microbatches"
+            raise UserError([Problem("collate", "a data set of samples", repr(job.data), hint)])
+        super().__init__(source, job)
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns the next items of the stream; those that no replay can ask for any more are forgotten."""
+        self._reader.forget(self._place(step - 1) if step else 0)
+        return self._checked(*self._formed_at(self._place(step, pipeline, microbatch), size))
+
+    def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
+        """Returns no numbers: the samples of a stream have none."""
+        return []
+
+    def begin_at(self, text: str) -> None:
+        """Goes on from the position that a checkpoint has kept, whatever the size of a step was then."""
+        self._reader.begin_at(StreamPosition.of_text(text))
+
+    def follow(self, step: int) -> None:
+        """Reads on to the end of a step that is committed, so that this worker can take over the next one."""
+        self._reader.forget(self._place(step))
+        self._reader.items(self._place(step + 1), 0)
+
+    def position_after(self, step: int) -> str:
+        """Returns the position behind a step, as a checkpoint keeps it."""
+        return self._reader.position(step + 1, self._place(step + 1)).text()
+
+    def _place(self, step: int, pipeline: int = 0, microbatch: int = 0) -> int:
+        job, start = self._job, self._reader.start
+        start = start if step >= start.step else StreamPosition()
+        number = first_position(job, step - start.step, pipeline, microbatch) // job.microbatch_size
+        return start.items + number * (1 if self._is_whole else job.microbatch_size)
+
+    def _formed_at(self, position: int, size: int) -> tuple[Columns | None, Batch]:
+        items = self._reader.items(position, 1 if self._is_whole else size)
+        return self._form_of(items[0]) if self._is_whole else self._formed(items)
+
+
+def bound(made: Data | DataSets, job: Job, begin: Callable[[], Iterable[Any]] | None = None) -> Data:
+    """Returns a source of data for a job; raises UserError for a collate function that it cannot use.
+
+    `begin` makes the stream to train on anew.
+    """
+    if isinstance(made, DataSets) and _is_stream(made.training):
+        return StreamData(made, job, required(begin, "a stream comes from a factory"))
     if isinstance(made, DataSets):
         return IndexedData(made, job)
     if job.collate:
@@ -352,24 +418,25 @@ def _tensors(part: Any, name: str) -> Tensors:
     return tensors
 
 
-def _set_streams(key: int) -> None:
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed(key % 2**32)
-
-
 # A user's data, named ``package.module:factory``: the source that a factory returns; checks of its microbatches.
 def user_data(job: Job) -> Data:
     """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError.
 
     The name may also be that of the data itself.
     """
-    with torch.random.fork_rng(devices=[]):
-        returned = made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
+
+    def make() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
+
+    def begin() -> Iterable[Any]:
+        again = given_sets(make())
+        return cast(Iterable[Any], required(again, "a factory returns the same each time").training)
+
+    returned = make()
     with running("the data"):
         is_whole = isinstance(returned, Data | WholeBatches | DataSets)
-        made = bound(returned if is_whole else given_sets(returned) or returned, job)
+        made = bound(returned if is_whole else given_sets(returned) or returned, job, begin)
     if isinstance(made, Data) and isinstance(made.facts, DataFacts):
         return OwnData(made, job)
     if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
@@ -403,6 +470,7 @@ class OwnData:
         self.samples_of = partial(samples_of, source)
         self.evaluation_sets = evaluation_sets(source)
         self.largest = getattr(source, "largest", None)
+        self.stream = source if isinstance(source, StreamData) else None
         self._source = source
         self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
 from tests.e2e.plain_loop import train
 from tests.kills import parse_kills
+from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 MODELS = "tests.e2e.length_models:"
+STREAM = "tests.e2e.stream_models:"
 FIELDS: dict[str, Any] = {
     "model": MODELS + "layers",
     "data": MODELS + "Lengths",
@@ -61,3 +65,20 @@ def test_other_sizes_name_the_way_out() -> None:
     data = open_data(Job(**FIELDS | {"variable_shapes": False}))
     with pytest.raises(ValueError, match=r"were asked for|--variable-shapes lets sizes differ"):
         assert [data.microbatch(0, 0, number, 4) for number in range(9)] == []
+
+
+STREAMS = {"data": STREAM + "Stateful", "collate": STREAM + "collated", "microbatch_size": 2, "audit": 1, **TOKENS}
+
+
+@pytest.mark.parametrize("of_data", [{"data": STREAM + "plain"}, {}, {"data": STREAM + "buckets", "collate": ""}])
+def test_a_stream_goes_on_through_deaths_and_resumes_on_other_workers(of_data: dict[str, Any], tmp_path: Path) -> None:
+    job = Job(**FIELDS | STREAMS | {"validate_every": 0, "stages": 3} | of_data)
+    ending, origins = run_and_keep(job, tmp_path)
+    rows = [row.texts()[:5] for row in ending.view.run_state.rows]
+    assert rows == train(job)
+    for origin, stages, kill in ((origins[0], 2, "3:0:F:1"), (origins[3], 4, "5:0:B:1")):
+        other = replace(job, stages=stages)
+        resumed = run_in_threads(other, parse_kills((kill,), other), origin=origin)
+        assert resumed.error is None, resumed.error
+        others = [row.texts()[:5] for row in resumed.view.run_state.rows]
+        assert others == [row for row in rows if int(row[0]) > origin.step]

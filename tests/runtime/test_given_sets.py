@@ -82,19 +82,25 @@ class Stream(IterableDataset[Tensor]):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (DataLoader(PAIRS), "return its dataset"),
-        (Stream(), "its samples have no numbers"),
-        ((each for each in X), "make it a map-style data set, with __len__ and __getitem__"),
         ((X, Y), r"TensorDataset\(inputs, targets\)"),
         ({"valid": PAIRS}, "the set to train on is called 'train'; found valid"),
         (3, "^$"),
     ],
-    ids=["loader", "stream", "generator", "tensors", "no training set", "other"],
+    ids=["tensors", "no training set", "other"],
 )
 def test_the_way_out_is_said_for_other_objects(made: Any, words: str) -> None:
     assert given_sets(made) is None
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(why_not(made))
+
+
+@pytest.mark.parametrize("made", [DataLoader(PAIRS), Stream(), iter(X)], ids=["loader", "stream", "iterator"])
+def test_a_stream_is_a_training_set(made: Any) -> None:
+    for returned, names in ((made, []), ((made, PAIRS), ["validation"]), ({"train": made, "test": PAIRS}, ["test"])):
+        sets = given_sets(returned)
+        assert sets is not None
+        assert (sets.training, list(sets.evaluations)) == (made, names)
+    assert given_sets((PAIRS, made)) is None  # it has no end that is known
 
 
 def test_columns_are_inputs_by_name_and_one_is_the_target() -> None:

@@ -136,6 +136,12 @@ class _MisfitError(DamagedCheckpointError):
     """The tensors are intact, but of another model."""
 
 
+def position_of(origin: Resumption) -> str:
+    """Returns the position of an iterable data set in a checkpoint; empty without one. Raises StorageError."""
+    manifest = checkpoints_at(origin.place).manifest(CheckpointName(origin.step, origin.file))
+    return next((part.position for part in manifest.parts if part.position), "")
+
+
 def load(replicas: Replicas, origin: Resumption) -> None:
     """Fills every replica with the state of a checkpoint.
 

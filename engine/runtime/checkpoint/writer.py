@@ -165,8 +165,8 @@ class CheckpointWriter:
         self._num_open = 0
         self._count = threading.Lock()
 
-    def keep(self, order: Keep) -> None:
-        """Starts copying and writing the state after a step."""
+    def keep(self, order: Keep, position: str = "") -> None:
+        """Starts copying and writing the state after a step, and the position of the data set behind it."""
         self.join_copy()
         now_s = time.monotonic()
         self._is_often, self._began_s = now_s - self._began_s < _OFTEN_S, now_s
@@ -175,7 +175,7 @@ class CheckpointWriter:
         self._open(1)
         before, self._last = self._last, _Ends(threading.Event(), threading.Event())
         devices = [stages[share.slot].device for share in order.shares]
-        args = (devices, order.step, states, before.written, self._last)
+        args = (devices, order.step, states, before.written, self._last, position)
         threading.Thread(target=self._write, args=args, name="checkpoint", daemon=True).start()
 
     def join_copy(self) -> None:
@@ -199,7 +199,13 @@ class CheckpointWriter:
         self._last.written.wait(END_S)
 
     def _write(
-        self, devices: Iterable[Device], step: int, states: list[LayerState], before: threading.Event, ends: _Ends
+        self,
+        devices: Iterable[Device],
+        step: int,
+        states: list[LayerState],
+        before: threading.Event,
+        ends: _Ends,
+        position: str,
     ) -> None:
         """Copies one checkpoint, and writes it after the older one (`before`), which a newer one would replace."""
         try:
@@ -210,7 +216,7 @@ class CheckpointWriter:
                 before.wait()
                 while copied:
                     state, image = copied.pop(0)
-                    self._write_part(step, state, image, copy_ns)
+                    self._write_part(step, state, image, copy_ns, position)
                     copy_ns = 0
                     if self._is_often:
                         self._spare[state.layer, state.shard] = image
@@ -246,7 +252,7 @@ class CheckpointWriter:
         ends.copied.set()
         return copied, time.monotonic_ns() - start_ns
 
-    def _write_part(self, step: int, state: LayerState, image: LayerImage, copy_ns: int) -> None:
+    def _write_part(self, step: int, state: LayerState, image: LayerImage, copy_ns: int, position: str) -> None:
         began_ns = written_ns = time.monotonic_ns()
 
         def chunks() -> Iterator[memoryview]:
@@ -263,6 +269,7 @@ class CheckpointWriter:
             strides=image.strides,
             transient=state.transient,
             aliases=state.aliases,
+            position=position if (state.layer, state.shard) == (0, 0) else "",
         )
         sync_ns = time.monotonic_ns() - written_ns
         self._control.send(KeptMessage(step, part, copy_ns, written_ns - began_ns, sync_ns))

@@ -267,6 +267,8 @@ class Executor:
         replicas = self.context.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
             replicas.drop(slot)  # it has not taken the step: no worker can use it
+        if any(stage in (0, self.context.job.slots - 1) for _, stage in replicas.stages):
+            self._loader.follow(self.step)
         self.forget_step()
         self.step += 1
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +24,7 @@ from engine.core.job.samples import EvaluationSets, parts_of
 from engine.core.ownership import Slot
 from engine.core.texts import numbered
 from engine.models.data import Data, DataFacts
-from engine.models.data_sources import evaluation, evaluation_sets, num_samples, samples_of
+from engine.models.data_sources import StreamData, evaluation, evaluation_sets, num_samples, samples_of
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import num_counted
 from engine.runtime.device.device import HOST, Device
@@ -39,6 +40,7 @@ from engine.runtime.stage.trials import MICROBATCHES
 
 _CHECKED_CALLS = 20
 _LEAST_CALLS = 2
+_Loaded = TypeVar("_Loaded")
 _SLOW_S = 0.005  # a hand-over to another thread takes longer than a quicker call
 
 
@@ -49,6 +51,7 @@ class WatchedData:
         self._data, self._whereabouts = data, whereabouts
         self._num_calls = 0
         self._draws = self._is_slow = False
+        self._stream: StreamData | None = getattr(data, "stream", None)
 
     @property
     def facts(self) -> DataFacts:
@@ -59,6 +62,25 @@ class WatchedData:
     def num_samples(self) -> int:
         """The number of samples in the training set; 0 for a source without limit."""
         return num_samples(self._data)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data are a stream, which has a position."""
+        return self._stream is not None
+
+    def begin_at(self, position: str) -> None:
+        """Lets a stream go on from the position in a checkpoint."""
+        if self._stream is not None and position:
+            self._stream.begin_at(position)
+
+    def follow(self, step: int) -> None:
+        """Reads a stream on to the end of a committed step."""
+        if self._stream is not None:
+            self._told(False, self._stream.follow, step)
+
+    def position_after(self, step: int) -> str:
+        """Returns the position of a stream behind a step; empty for other data."""
+        return "" if self._stream is None else self._told(False, self._stream.position_after, step)
 
     @property
     def largest(self) -> tuple[int, int, int] | None:
@@ -115,7 +137,7 @@ class WatchedData:
         self._is_slow = time.monotonic() - start_s >= _SLOW_S
         return batch
 
-    def _told(self, ahead: bool, load: Callable[..., Batch], *at: int) -> Batch:
+    def _told(self, ahead: bool, load: Callable[..., _Loaded], *at: int) -> _Loaded:
         self._whereabouts.load(True, ahead=ahead)
         try:
             return load(*at)
@@ -179,6 +201,11 @@ class MicrobatchLoader:
     def _num_counted(self, step: int, pipeline: int, microbatch: int) -> int:
         batch = self._data.microbatch(step, pipeline, microbatch, self._job.microbatch_size)
         return num_counted(batch.targets, is_shifted=self._job.loss_normalisation == "next-tokens")
+
+    def follow(self, step: int) -> None:
+        """Reads a stream on to the end of a committed step, in a worker that may take over its first or last stage."""
+        if isinstance(self._data, WatchedData):
+            self._data.follow(step)
 
     def enter(self, forwards: Sequence[Action]) -> None:
         """Takes the forwards with data of the next program, in their order."""
@@ -342,7 +369,9 @@ class DataTrial:
         return named(microbatch, pipeline, step), load
 
     def _elsewhere(self) -> Iterator[tuple[str, Load]]:
-        last_step, last_pipeline, last = self.job.steps - 1, self.job.pipelines - 1, self.job.microbatches - 1
+        # Of a stream, the trial reads two steps only.
+        last_step = min(self.job.steps - 1, 1) if getattr(self.data, "is_stream", False) else self.job.steps - 1
+        last_pipeline, last = self.job.pipelines - 1, self.job.microbatches - 1
         yield self._training(min(1, last_step), 0, 0)
         yield self._training(0, last_pipeline, last)
         yield self._training(last_step // 2, last_pipeline // 2, last // 2)

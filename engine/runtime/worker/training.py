@@ -43,6 +43,7 @@ from engine.runtime.transport.group_formation import GroupFormation, NextGroups
 from engine.runtime.transport.transfers import WorkerProgram, worker_program
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.executor import Executor
+from engine.runtime.worker.microbatches import WatchedData
 from engine.runtime.worker.step_end import WorkerContext
 from engine.runtime.worker.validation import Validation
 
@@ -439,8 +440,16 @@ class Training:
         stages = [share.slot[1] for share in output.shares]
         with contextlib.suppress(Fenced):  # then this checkpoint lacks a part; a later check raises
             self.context.failpoints.around_checkpoint(
-                output.step, stages, lambda: checkpoints.keep(output), checkpoints.join_writes
+                output.step,
+                stages,
+                lambda: checkpoints.keep(output, self._position_after(output)),
+                checkpoints.join_writes,
             )
+
+    def _position_after(self, kept: outputs.Keep) -> str:
+        """Returns the position of the data behind a step, for the worker that writes the first stage."""
+        data, writes_first = self.context.data, any(share.slot[1] == 0 for share in kept.shares)
+        return data.position_after(kept.step) if writes_first and isinstance(data, WatchedData) else ""
 
     def _keep_last(self, output: outputs.KeepLast) -> None:
         if (checkpoints := self.context.checkpoints) is None:
@@ -449,7 +458,8 @@ class Training:
         try:
             for share in shares:
                 self._prove(share.slot, output.step)
-            checkpoints.keep(outputs.Keep(output.step, shares))
+            kept = outputs.Keep(output.step, shares)
+            checkpoints.keep(kept, self._position_after(kept))
         except StorageError as error:
             self.context.control.send(UnkeptMessage(output.step, str(error)))
         checkpoints.await_writes()

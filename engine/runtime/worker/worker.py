@@ -64,7 +64,7 @@ from engine.models.layers import Model
 from engine.models.model_loader import build_model
 from engine.models.user_code import RAISED, exception_of, log_exception, log_stack, running_line
 from engine.runtime.checkpoint.export import GivenWeights, check_given
-from engine.runtime.checkpoint.loader import load
+from engine.runtime.checkpoint.loader import load, position_of
 from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.device.device import HOST, Device, WithoutForm, changed, device_trouble, open_device, set_up
 from engine.runtime.device.device_faults import DeviceFaults
@@ -309,6 +309,8 @@ class WorkerRun(ControlHandler):
             control.check()  # the others may be missing because the run is being stopped
             raise
         context = member.context
+        if origin is not None and isinstance(context.data, WatchedData) and context.data.is_stream:
+            context.data.begin_at(position_of(origin))
         if origin is not None and not welcome.waits:
             load(context.replicas, origin)
         check_rates(context.job)
