@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from engine.core.errors import MOST_PROBLEMS, Problem, UserError
+from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
 from engine.files.yaml_scalar import YamlScalar, plain_value, surprise
 
 YamlValue = YamlScalar | list["YamlValue"] | dict[str, "YamlValue"]
@@ -73,7 +73,7 @@ def read_yaml(path: Path) -> Document:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # no path has a NUL, or half of a surrogate pair
         reason = getattr(error, "strerror", "") or str(error)
-        raise UserError([Problem("", "a file that can be read", reason, "", source)]) from error
+        raise UserError([Problem("", "a file that can be read", reason, _neighbour(path), source)]) from error
     if len(data) > MAX_BYTES:
         return Document(source, problems=(Problem("", f"at most {MAX_BYTES} bytes", source=source),))
     try:
@@ -84,6 +84,14 @@ def read_yaml(path: Path) -> Document:
         problem = Problem("", "UTF-8 text", repr(data[error.start : error.start + 1]), "", source, *place)
         return Document(source, problems=(problem,))
     return read_text(text, source)
+
+
+def _neighbour(path: Path) -> str:
+    """Returns a hint at the file beside `path` whose name is nearest; empty if there is none."""
+    try:
+        return "" if path.exists() else nearest(path.name, (other.name for other in path.parent.iterdir()))
+    except (OSError, ValueError):
+        return ""
 
 
 def read_text(text: str, source: str) -> Document:

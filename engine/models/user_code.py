@@ -19,6 +19,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from traceback import FrameSummary, walk_stack
 from types import FrameType
@@ -35,6 +36,7 @@ _MOST_FRAMES, _MOST_LINKED = 1_000, 100  # frames of an exception; exceptions th
 _PATIENCE_S = 1.0
 _PLACE, _CALLED, _HINT = "_bamboo_place", "_bamboo_called", "_bamboo_hint"  # attributes of an exception
 _MICROBATCH = "_bamboo_microbatch"
+IMPORT = "the import of"  # begins a place
 _RAISES = re.compile(r"\b(raise|assert)\b")
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
@@ -97,7 +99,7 @@ def exception_of(error: BaseException) -> WorkerException:
         text = f"{text.rstrip('.')}: {hint}"
     return WorkerException(
         _beginning(text, _MOST_OF_ERROR),
-        _beginning(str(marks.get(_PLACE, "")), _MOST_OF_NAME),
+        _beginning(str(marks.get(_PLACE, "")) + _script(marks, frames), _MOST_OF_NAME),
         _beginning(file, _MOST_OF_NAME),
         line,
         _beginning(function, _MOST_OF_NAME),
@@ -215,6 +217,15 @@ def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | No
     if code is None or not is_own(code.co_filename):
         return "", 0, ""
     return shown(code.co_filename), code.co_firstlineno, code.co_name
+
+
+def _script(marks: dict[str, Any], frames: Sequence[FrameSummary]) -> str:
+    """Returns what is wrong with an import that runs a function of the same file, as a script without a guard does."""
+    own = [each for each in frames if is_own(each.filename) and not _is_installed(each.filename)]
+    calls = [then.name for each, then in pairwise(own) if (each.name, each.filename) == ("<module>", then.filename)]
+    if not calls or not str(marks.get(_PLACE, "")).startswith(IMPORT):
+        return ""
+    return f', which calls {calls[-1]} (a script guards that by `if __name__ == "__main__":`)'
 
 
 def _has_raise_statement(frames: Sequence[FrameSummary]) -> bool:

@@ -27,7 +27,7 @@ from engine.models.arguments import Factory, check_user_args, takes
 from engine.models.layers import Model, ModuleCopy, Tie, layer_spec, named_layers
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffers
-from engine.models.user_code import running
+from engine.models.user_code import IMPORT, running
 
 
 def user_model(job: Job, ordinary: Callable[[nn.Module, object], Model] | None = None) -> Model:
@@ -131,7 +131,7 @@ def _import(field: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     _look_in_this_folder()
     try:
-        with running(f"the import of {module_name}"), torch.random.fork_rng(devices=[]):
+        with running(f"{IMPORT} {module_name}"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(random_key(0, "import"))
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

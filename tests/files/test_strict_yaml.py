@@ -212,7 +212,10 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected a file that can be read, found No such file or directory"):
         read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(UserError, match="expected a file that can be read, found Is a directory"):
+    (tmp_path / "job.yaml").touch()
+    with pytest.raises(UserError, match=r"No such file or directory \(did you mean 'job.yaml'\?\)"):
+        read_yaml(tmp_path / "job.yml")
+    with pytest.raises(UserError, match=r"expected a file that can be read, found Is a directory$"):
         read_yaml(tmp_path)
 
 

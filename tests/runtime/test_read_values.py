@@ -273,6 +273,11 @@ def test_a_value_that_differs_keeps_its_submodule_whole_and_is_told(kind: Any, w
     assert re.search(r"stages: expected at most 2, .*inner stays one layer: .*# here`", str(ending.error))
 
 
+def test_more_stages_than_layers_are_refused_with_the_names_of_the_layers() -> None:
+    ending = run_in_threads(replace(job_of(Steady), stages=9))
+    assert f"(they begin {', '.join(f'from {name}' for name in CUT)}; --split SUBMODULE.*" in str(ending.error)
+
+
 def test_code_that_computes_other_bits_under_a_tracer_is_told() -> None:
     model, _ = built(job_of(OtherUnderTracer))
     assert (names(model), len(model.notes)) == (CUT, 1)

@@ -157,10 +157,15 @@ def test_what_a_factory_does_wrong_is_said(module: WriteModule, source: str, wor
             r"in the factory \w+:make: SystemExit: 3 \(\S+.py:4, in make",
         ),
         ("raise SystemExit(3)", r"in the import of \w+: SystemExit: 3 \(\S+.py:3, in <module>\)"),
+        (
+            "def main():\n    raise ValueError('no RANK')\nmain()",
+            r"in the import of \w+, which calls main \(a script guards that by `if __name__ == \"__main__\":`\): "
+            r"ValueError: no RANK \(\S+.py:4, in main\)",
+        ),
         ("def make(:", r"in the import of \w+: SyntaxError: invalid syntax \(\S+/user_module_\d+.py:3\)"),
         ("import no_such_module_of_mine", r"in the import of \w+: ModuleNotFoundError: .* \(\S+.py:3, in <module>\)"),
     ],
-    ids=["raises", "exits", "import exits", "syntax", "import of an import"],
+    ids=["raises", "exits", "import exits", "script", "syntax", "import of an import"],
 )
 def test_an_exception_in_a_factory_names_the_factory_and_the_users_line(
     module: WriteModule, source: str, words: str

@@ -206,7 +206,7 @@ def carries_sizes(welcome: WelcomeMessage) -> bool:
     return Job(**welcome.job).variable_shapes
 
 
-_MOST_PROBLEMS = 100  # in one message
+_MOST_PROBLEMS, _MOST_NAMES = 100, 20  # in one message
 BackendOf = Callable[[WelcomeMessage, Device], TransportBackend]
 _ANSWER_S = 2.0  # that a worker waits for the answer to its last words
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
@@ -433,8 +433,16 @@ def _cut(
     try:
         starts = partition_of(job, model, data, device)
     except UserError as error:
-        raise explained(error, "stages", model.notes) from None
+        raise explained(error, "stages", model.notes or _layers_told(names)) from None
     control.send(messages.CutMessage(starts, names, data.num_samples, notes))
+
+
+def _layers_told(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of the layers, and how to get more, for a module that bamboo has cut into them."""
+    if not any(name.startswith("from ") for name in names):
+        return ()
+    shown = (*names[:_MOST_NAMES], "...") if len(names) > _MOST_NAMES else names
+    return (f"they begin {', '.join(shown)}; --split SUBMODULE.* cuts the submodules of one apart",)
 
 
 def partition_of(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:
