@@ -52,11 +52,12 @@ def init(
     written = write_new(folder, files)
     for path in (folder / name for name in files):
         echo(f"{path}{'' if path in written else ' (kept: it exists)'}")
-    if model not in (folder / JOB).read_text(encoding="utf-8", errors="replace") and model != "mlp":
+    job = (folder / JOB).read_text(encoding="utf-8", errors="replace")
+    if model not in job and model != "mlp":
         echo(f"next: set model: {model} in {folder / JOB}")
     if ci == "gitlab" and folder / INCLUDES not in written:
         echo(f"next: include {GITLAB} in {folder / INCLUDES}")
     if {folder / WORKFLOW, folder / GITLAB} & {*written} and not reference():
         echo("next: put a wheel of bamboo into wheels/, or set BAMBOO in the workflow to where pip can get it")
-    trust = " --trust-code" if FACTORY.fullmatch(model) or FACTORY.fullmatch(data) else ""
+    trust = " --trust-code" if any(FACTORY.fullmatch(word) for word in job.split()) else ""
     echo(f"next: bamboo inject {folder / SCENARIO}{trust}, then bamboo matrix {folder / MATRIX}{trust}")

@@ -6,6 +6,7 @@ A Ctrl-C during `wait` stops the run gracefully, and is raised again.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -218,6 +219,7 @@ class RunChild:
         self._threads = [threading.Thread(target=read, args=(stream,), daemon=True) for stream, read in readers]
         for thread in self._threads:
             thread.start()
+        atexit.register(self._say_that_it_ends)
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +267,13 @@ class RunChild:
         self._process.kill()
         self.wait()
 
+    def _say_that_it_ends(self) -> None:
+        if not self.is_over:
+            text = "bamboo: this program ends, and its run with it; wait() on what train() returns lets it finish"
+            print(text, file=sys.stderr, flush=True)
+
     def _close(self) -> None:
+        atexit.unregister(self._say_that_it_ends)
         for thread in self._threads:
             thread.join(1.0)
         with contextlib.suppress(OSError):

@@ -306,8 +306,10 @@ Paused = Callable[[], AbstractContextManager[None]]
 class NcclBesideLinks(NcclBackend):
     """The transport over NCCL of a worker that is a thread: its other messages go over links."""
 
-    def __init__(self, nccl: FakeNccl, life: object, control: ThreadControl, worker: int, device: Device):
-        self._over_links = ThreadBackend(life, control, worker, device)
+    def __init__(
+        self, nccl: FakeNccl, life: object, control: ThreadControl, worker: int, device: Device, **of_job: bool
+    ):
+        self._over_links = ThreadBackend(life, control, worker, device, **of_job)
         self._paused, self._of_nccl = control.turn.paused, NcclThread(f"nccl of worker {worker}")
         self._transports: list[NcclTransport] = []
         self._own = FakeCommunicators(nccl, worker)

@@ -139,6 +139,16 @@ def test_a_run_ends_with_the_program_that_started_it(tmp_path: Path, number: sig
     assert '"outcome":"interrupted"' in folder.events.read_text()
 
 
+def test_a_program_that_does_not_wait_is_told_that_its_run_ends_too(tmp_path: Path) -> None:
+    """Nothing was printed, and the run was interrupted."""
+    script = SCRIPT.format(guard='if __name__ == "__main__":').removesuffix("    run.wait()\n")
+    (tmp_path / "script.py").write_text(script)
+    program = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=True)
+    assert program.stderr == (
+        "bamboo: this program ends, and its run with it; wait() on what train() returns lets it finish\n"
+    )
+
+
 @pytest.mark.soak
 def test_a_program_without_a_guard_is_told_so_by_its_worker(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(guard="if True:"))

@@ -177,6 +177,10 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
             ],
         ),
         (
+            fault("{at: {step: 1, stage: 0}, do: stop, kind: kill}"),
+            ["case.yaml:5:41: faults.0.kind: expected a field that is known here, found 'kind' (did you mean 'do'?)"],
+        ),
+        (
             fault("{at: {step: 1, stage: 0}, do: stop, moment: 3}"),
             [
                 "case.yaml:5:41: faults.0.moment: expected a field that is known here, found 'moment' "

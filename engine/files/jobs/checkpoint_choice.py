@@ -257,7 +257,10 @@ def _has_optimizer_state(choice: CheckpointChoice) -> bool:
 
 def _as_problems(differences: Iterable[BitDifference], run: str) -> Iterator[Problem]:
     for difference in differences:
-        hint = "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same"
+        hint = (
+            "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same, "
+            "--name NAME begins another job"
+        )
         if difference.name in OF_TENSORS:
             hint = "the tensors of a checkpoint fit no other, with --other-bits neither"
         yield Problem(

@@ -350,6 +350,8 @@ def job_schema() -> dict[str, Any]:
 
 # One document while it is checked.
 
+_MEANS_DO = ("kind", "type", "fault")  # what users write for the kind of a fault
+
 
 @dataclass(slots=True)
 class Reading:
@@ -426,7 +428,9 @@ class Reading:
             names = ", ".join(each.name for each in kind.parameters)
             self.refuse(path, f"a parameter of {kind.name}", repr(name), f"it has {names or 'none'}", key=True)
             return
-        hint = nearest(name, form.model_fields) or f"there is {', '.join(form.model_fields)}"
+        is_meant = name in _MEANS_DO and "do" in form.model_fields
+        close = "did you mean 'do'?" if is_meant else nearest(name, form.model_fields)
+        hint = close or f"there is {', '.join(form.model_fields)}"
         self.refuse(path, "a field that is known here", repr(name), hint, key=True)
 
     def _check_presence(self, form: type[Form], path: KeyPath, value: Any) -> None:

@@ -52,11 +52,11 @@ def workflow(source: str, ci: CiSystem = "github") -> str:
 
 
 def constraints() -> str:
-    """Returns the versions of the packages here, one a line, without those that came from a folder or a repository."""
+    """Returns the versions of the packages here, one a line, without bamboo and what came from a folder or repository."""
     pins = {
         str(package.metadata["Name"]): package.version.partition("+")[0]  # the build of torch is the runner's
         for package in distributions()
-        if not package.read_text("direct_url.json")
+        if not package.read_text("direct_url.json") and package.metadata["Name"] != "bamboo-train"
     }
     lines = (f"{name}=={pins[name]}\n" for name in sorted(pins, key=str.lower))
     return "".join(("# The versions with which `bamboo init` was called: pip install --constraint.\n", *lines))
