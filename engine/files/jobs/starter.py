@@ -52,7 +52,7 @@ def workflow(source: str, ci: CiSystem = "github") -> str:
 
 
 def constraints() -> str:
-    """Returns the versions of the packages here, one a line, without bamboo and what came from a folder or repository."""
+    """Returns the versions of the packages here, one a line, without bamboo and what was built here."""
     pins = {
         str(package.metadata["Name"]): package.version.partition("+")[0]  # the build of torch is the runner's
         for package in distributions()
