@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bamboo_cli.echo import echo
-from bamboo_cli.tables import print_table
 from bamboo_cli.worker_rows import slots_text
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
@@ -20,7 +19,6 @@ from engine.core.program.dry_run import bubbles, dry_run, grid_lines
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
 from engine.core.texts import size_text
-from engine.harness.job_checks import layer_costs
 
 Costs = Mapping[str, Any]  # of `layer_costs`
 _COSTS = ("layer", "name", "stage", "parameters", "MFLOP/microbatch", "memory", "output")
@@ -34,7 +32,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     Without a program, as its generator is not called in a dry run, it prints the rest. With `build` it builds the model
     first, and prints its layers last; raises BambooError if that fails.
     """
-    costs = layer_costs(job) if build else None
+    costs = _costs_of(job) if build else None
     if not job.has_program:
         _print_without_program(job, as_json, faults, costs)
         return
@@ -111,13 +109,21 @@ def _print_faults(faults: Sequence[Fault], job: Job, costs: Costs | None) -> Non
         _print_layers(job, costs)
 
 
+def _costs_of(job: Job) -> Costs:
+    from engine.harness.job_checks import layer_costs
+
+    return layer_costs(job)
+
+
 def _print_layers(job: Job, costs: Costs) -> None:
     """Prints a row per layer and the sums of each stage; memory is that of an owner, without activations inside."""
+    from bamboo_cli.tables import print_table
+
     rows, layers = [], costs["layers"]
-    for number in range(job.stages):
+    for number in range(job.slots):
         mine = [each for each in layers if each["stage"] == number]
         rows += [_layer_row(str(each["layer"]), f"{each['name']} ({each['kind']})", [each]) for each in mine]
-        rows.append(_layer_row("", f"= stage {number}", mine))
+        rows.append(_layer_row("", f"= {job.slot_noun} {number}", mine))
     print_table(_COSTS, (True, False, True, True, True, True, True), rows)
     flops = sum(each["flops"] for each in layers) * job.microbatches * job.pipelines
     echo(f"model: {costs['parameters']:,} parameters, {flops / 1e6:,.2f} MFLOP per step, as torch counts them")

@@ -83,7 +83,7 @@ def test_values_on_the_host_of_a_job_on_the_cpu_are_refused() -> None:
 
 def test_nccl_in_one_process_is_refused() -> None:
     flags = dict.fromkeys(("kill", "no_twin", "notice_command", "notice_url", "notice_every", "spot", "second"))
-    flags |= {"grace": "2m", "dry_run": False, "explained": False, "etcd": "", "etcd_plain_http": False}
+    flags |= {"grace": "2m", "dry_run": False, "build": False, "explained": False, "etcd": "", "etcd_plain_http": False}
     resolved = ResolvedJob(Job(backend="nccl"), {})
     found: list[Problem] = []
     _own({**flags, "in_process": False}, resolved, found)

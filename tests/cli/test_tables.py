@@ -49,7 +49,7 @@ WITHOUT_UNIT = """
 step epoch data_epoch first count worker pid code pipeline stage microbatch kind loss ratio
 exit_code steps_compared difference_step difference_layer
 lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss validation_metric a_n b_n
-samples accuracy f1
+samples accuracy f1 layer
 """.split()
 
 
@@ -90,6 +90,7 @@ FIRST[-1:-1] = [
     | {"worker": worker}
     for step, worker, mib in ((0, 0, 640), (0, 1, 512), (1, 0, 1280))
 ]
+FIRST[-1:-1] = [agent("norms", 1990, step=step, norms=[[0, 0.5], [3, 0.25 * step]]) for step in (10, 11)]
 SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
 SECOND[-1:] = [*CHECKS[:1], SECOND[-1]]
 SECOND[-1:-1] = [agent("validation", 2000, step=9, name="validation", samples=360, loss=1.5, metrics={"f1": 0.5})]

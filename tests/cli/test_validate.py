@@ -69,7 +69,11 @@ def test_a_name_that_is_none_matches_nothing(arguments: list[str]) -> None:
     assert call("validate", *arguments).exit_code == 5
 
 
-@pytest.mark.parametrize("path", sorted(library().glob("matrix-*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [each for each in sorted(library().glob("matrix-*.yaml")) if "axes:" in each.read_text()],
+    ids=lambda path: path.stem,
+)
 def test_a_matrix_is_known_by_its_form(path: Path, tmp_path: Path) -> None:
     result = call("validate", str(path))
     assert (result.exit_code, result.stderr) == (0, "")
