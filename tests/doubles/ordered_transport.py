@@ -104,8 +104,10 @@ class OrderedJoining:
 class OrderedBackend(ThreadBackend):
     """The groups of one worker; all workers of a run have the same `orders`."""
 
-    def __init__(self, orders: PairOrders, life: object, control: ThreadControl, worker: int, device: Device):
-        super().__init__(life, control, worker, device)
+    def __init__(
+        self, orders: PairOrders, life: object, control: ThreadControl, worker: int, device: Device, **of_job: bool
+    ):
+        super().__init__(life, control, worker, device, **of_job)
         self._orders, self._number = orders, worker
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> OrderedJoining:  # type: ignore[override]
