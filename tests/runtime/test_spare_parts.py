@@ -30,7 +30,7 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
 def test_parts_of_a_checkpoint_that_is_given_up_are_removed(keeper: Keeper) -> None:
     notes: list[str] = []
     records: list[Any] = []
-    state = SimpleNamespace(note=notes.append, layers=["first"], losses=[], committed=-1)
+    state = SimpleNamespace(note=notes.append, layers=["first"], losses=[], committed=-1, best=lambda: None)
     recorder = SimpleNamespace(write=records.append)
     agent = Checkpoints(keeper, cast(Any, state), cast(Any, recorder))
     folder = checkpoints_at(agent.place)
@@ -60,7 +60,7 @@ def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_pat
     silent = cast(Any, SimpleNamespace(write=lambda record: None))
 
     def coordinates(losses: list[float]) -> Checkpoints:
-        state = SimpleNamespace(note=str, layers=["first"], losses=losses, committed=len(losses) - 1)
+        state = SimpleNamespace(note=str, layers=["first"], losses=losses, committed=len(losses) - 1, best=lambda: None)
         agent = Checkpoints(keeper, cast(Any, state), silent)
         agent.await_parts(1, 1)
         return agent
