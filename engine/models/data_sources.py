@@ -472,7 +472,7 @@ class OwnData:
         self.largest = getattr(source, "largest", None)
         self.stream = source if isinstance(source, StreamData) else None
         self._source = source
-        self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
+        self._kinds: dict[tuple[str, int], tuple[str, str]] = {}  # the dtypes and shapes of the first batch
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns `size` training samples; raises TypeError if it is no Batch, ValueError for wrong rows or shapes."""
@@ -505,8 +505,10 @@ class OwnData:
             shapes = _ranks_of(tensors) if self._is_variable else shapes_of(tensors)
             # The inputs of a validation are those of training, its targets may be others.
             key = part if part == "inputs" else f"{part} of {call.partition('(')[0]}"
-            if (first := self._kinds.setdefault((key, size), shapes)) != shapes:
-                hint = "" if self._is_variable else "; --variable-shapes lets sizes differ"
+            first, ranks = self._kinds.setdefault((key, size), (shapes, _ranks_of(tensors)))
+            if first != shapes:
+                is_of_sizes = not self._is_variable and ranks == _ranks_of(tensors)
+                hint = "; --variable-shapes lets sizes differ" if is_of_sizes else ""
                 raise ValueError(f"{name} returned {shapes} as {part}, the first were {first}{hint}")
         return batch
 
