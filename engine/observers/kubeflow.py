@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.core.job.job import Job
+from engine.core.texts import printable
 from engine.observers.loggers import CoverDone, RecoveryDone, StepDone, TrainingDone
 
 URL, CA, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
@@ -83,7 +84,7 @@ class KubeflowLogger:
             trusted = ssl.create_default_context(cafile=os.environ.get(CA))
             urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=trusted).close()  # noqa: S310
         except (OSError, ValueError) as error:
-            print(f"the progress was not taken: {error}", flush=True)
+            print(printable(f"the progress was not taken: {error}"), flush=True)
 
 
 def _token() -> str:
