@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from bamboo_cli import plan
 from bamboo_cli.plan import print_plan
 from bamboo_cli.worker_rows import slots_text
 from engine.core.action import parse_action
@@ -15,7 +14,7 @@ from engine.core.errors import UserError
 from engine.core.faults.expansion import describe
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
-from engine.harness.job_checks import layer_costs
+from engine.harness import job_checks
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
 from engine.runtime.stage.stage import build_layer
@@ -64,7 +63,7 @@ def test_the_layers_of_a_model_are_built_and_shown(capsys: pytest.CaptureFixture
     assert middle["flops"] == 3 * middle["forward_flops"], "the backward makes gradients of inputs and of weights"
     assert middle["optimizer"] > 2 * middle["weights"], "two moments and a count"
     with pytest.raises(UserError, match="stages: expected at most 3, the layers of the model"):
-        layer_costs(Job(**model | {"stages": 9}))
+        job_checks.layer_costs(Job(**model | {"stages": 9}))
 
 
 def test_layers_are_a_table_with_sums_of_stages(
@@ -80,7 +79,9 @@ def test_layers_are_a_table_with_sums_of_stages(
     }
     layer = {"name": "in", "kind": "Linear", "parameters": 1000, "output": 64, **sizes}
     layers = [layer | {"layer": number, "stage": number} for number in range(2)]
-    monkeypatch.setattr(plan, "layer_costs", lambda job: {"layers": layers, "parameters": 2000, "notes": ["a note"]})
+    monkeypatch.setattr(
+        job_checks, "layer_costs", lambda job: {"layers": layers, "parameters": 2000, "notes": ["a note"]}
+    )
     print_plan(Job(stages=2, microbatches=2), as_json=False, build=True)
     *_, first, total, _, _, model, note = capsys.readouterr().out.splitlines()
     assert first.split() == "0 in (Linear) 0 1,000 2.00 16 kB 0.064 kB".split()
