@@ -397,6 +397,9 @@ TORCH_NAMES = {
     "interleaved-flexible": "ScheduleInterleaved1F1B",
     "looped-bfs": "ScheduleLoopedBFS",
     "zb1p": "ScheduleInterleavedZeroBubble",
+    "zb2p": "ScheduleInterleavedZeroBubble",
+    "v-min": "ScheduleZBVZeroBubble",
+    "v-half": "ScheduleZBVZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
     "dualpipev-overlapped": "ScheduleDualPipeV",
@@ -404,6 +407,9 @@ TORCH_NAMES = {
 # The differences between torch's schedules and ours; the others have the same lists of actions.
 REMARKS = {
     "eager-1f1b": ", torch's is 1F1B",
+    "zb2p": ", torch's is ZB1P",
+    "v-min": ", torch's is ZBV, with three times the stash",
+    "v-half": ", torch's is ZBV, with twice the stash",
     "dualpipev-overlapped": ", torch's with pairs one after the other",
 }
 _WIDTH = 256  # of the timed layers and of the data, so that no layer has to widen its input

@@ -51,7 +51,7 @@ def complete(folder: Path, line: str, shell: str = "bash", **environment: str) -
         ("bamboo validate matrix-s", ["matrix-smoke"]),
         ("bamboo run --model ", [*MODELS]),
         ("bamboo run --data ", ["auto", *DATA]),
-        ("bamboo run --schedule z", ["zb1p", "zbv"]),
+        ("bamboo run --schedule z", ["zb1p", "zb2p", "zbv"]),
         ("bamboo schedule show --schedule 1", ["1f1b"]),
         ("bamboo run --redundancy ", ["none", "lazy", "eager", "reroute"]),
         ("bamboo report --table ", [*TABLES]),

