@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bamboo_cli import completion
 from bamboo_cli.echo import echo
 from bamboo_cli.job_options import takes_job
 from bamboo_cli.plan import print_plan
@@ -20,14 +21,17 @@ from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
 from engine.files.jobs.resolved_job import ResolvedJob
 
 if TYPE_CHECKING:
+    from engine.core.job.job import Job
     from engine.core.job.schedule_comparison import ScheduleComparison
+    from engine.core.program.schedule_search import Profile, Searched
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="Show, check or export the program of a job, or compare schedules.",
+    help="Show, check or export the program of a job; compare schedules, or search one.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
-    "bamboo schedule compare --stages 8 --stages-per-worker 2",
+    "bamboo schedule compare --stages 8 --stages-per-worker 2  |  "
+    "bamboo schedule search --profile latest --memory 3 --output mine.csv",
 )
 
 # This schedule accepts every number of stages per worker; the job's own may not.
@@ -35,6 +39,24 @@ _OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto", "blocks": "1"}
 _SLOW = 8000  # stages times microbatches: larger comparisons take longer than a second
 _takes_job = partial(takes_job, program_only=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_Memory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="N",
+        help="Most microbatches that a worker stashes, of all its layers.",
+        show_default="as many as the hungriest schedule",
+    ),
+]
+_ProfileRun = Annotated[
+    str | None,
+    typer.Option(metavar="RUN", help="Take all costs from the actions of this run.", autocompletion=completion.runs),
+]
+Forward = Annotated[float, typer.Option(help="Cost of one forward of a stage.")]
+Backward = Annotated[float, typer.Option(help="Cost of one whole backward.")]
+Weights = Annotated[
+    float | None, typer.Option(help="Cost of the weight part of a backward.", show_default="half of it")
+]
+Transfer = Annotated[float, typer.Option(help="Time of a transfer; the sender does not wait for it.")]
 
 
 @schedule.command()
@@ -128,12 +150,10 @@ def export(
 def compare(
     resolved: ResolvedJob,
     *,
-    forward: Annotated[float, typer.Option(help="Cost of one forward of a stage.")] = 1,
-    backward: Annotated[float, typer.Option(help="Cost of one whole backward.")] = 2,
-    weights: Annotated[
-        float | None, typer.Option(help="Cost of the weight part of a backward.", show_default="half of it")
-    ] = None,
-    transfer: Annotated[float, typer.Option(help="Time of a transfer; the sender does not wait for it.")] = 0,
+    forward: Forward = 1,
+    backward: Backward = 2,
+    weights: Weights = None,
+    transfer: Transfer = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare every schedule on the workers of a job: step length / ideal length, bubble, peak stash, transfers.
@@ -172,6 +192,81 @@ def compare(
 
 def _say(name: str) -> None:
     echo(f"comparing {name}", err=True)
+
+
+@schedule.command()
+@partial(_takes_job, instead=_OF_ANY_SIZE)
+def search(
+    resolved: ResolvedJob,
+    *,
+    memory: _Memory = None,
+    profile: _ProfileRun = None,
+    forward: Forward = 1,
+    backward: Backward = 2,
+    weights: Weights = None,
+    transfer: Transfer = 0,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what is found to FILE.csv.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search the shortest schedule within a limit of memory, for the measured costs of a run or for the given ones.
+
+    Shows it beside every schedule that the workers' stages fit. `--schedule FILE.csv` runs it.
+    """
+    from engine.core.program.schedule_csv import rows_to_csv
+    from engine.core.program.schedule_search import even_profile, searched
+    from engine.files.atomic_write import write_named
+
+    job = resolved.job
+    if memory is not None and not 1 <= memory < math.inf:
+        raise UserError([Problem("--memory", "a number >= 1: a microbatch on its way takes that much", f"{memory:g}")])
+    if profile is None:
+        weights = backward / 2 if weights is None else weights
+        _check_costs(forward, backward, weights, transfer)
+        costs = even_profile(job.stages, forward, backward - weights, weights, transfer)
+    else:
+        costs = _measured(Path(job.results), profile, job.stages)
+    if job.stages * job.microbatches > _SLOW // 32:
+        echo("searching, up to ten seconds", err=True)
+    result = searched(job.stages, job.stages_per_worker, job.microbatches, costs, memory)
+    if output is not None:
+        write_named(output, rows_to_csv(result.lists))
+    if as_json:
+        echo(json.dumps({"rows": [asdict(row) for row in result.rows], "least": result.least}))
+        return
+    _print_search(job, result, " ms" if profile else "")
+    if output is not None:
+        shape = f"--stages {job.stages} --stages-per-worker {job.stages_per_worker} --microbatches {job.microbatches}"
+        echo(f"next: bamboo run --schedule {output} {shape}")
+
+
+def _print_search(job: Job, result: Searched, unit: str) -> None:
+    from bamboo_cli.tables import print_table, say
+
+    say(
+        f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
+        f"no schedule takes less than {result.least:.4g}{unit}"
+    )
+    rows = [
+        (
+            *(row.schedule, row.placement, f"{row.length:.4g}{unit}", f"{row.length / result.least:.3f}"),
+            *(f"{row.stash:g}", "" if row.fits else "over the limit"),
+        )
+        for row in result.rows
+    ]
+    titles = ("schedule", "placement", "length", "over least", "stash", "")
+    print_table(titles, (False, False, True, True, True, False), rows)
+    say("stash: microbatches of all layers of a worker")
+
+
+def _measured(results: Path, run: str, stages: int) -> Profile:
+    """Returns what the actions of a run took."""
+    from bamboo_cli.report import find, load_run
+    from engine.report.profile import profile_of
+
+    tables = load_run(find(results, run), every_action=True)
+    if tables.job.stages != stages:
+        raise UserError([Problem("--profile", f"a run with {stages} stages", f"{tables.job.stages} in {run}")])
+    return profile_of(tables.actions, stages)
 
 
 def _check_costs(forward: float, backward: float, weights: float, transfer: float) -> None:

@@ -101,3 +101,16 @@ def test_a_broken_program_is_shown_where_it_breaks() -> None:
     assert done.exit_code == 1
     assert "0B0: stands before 0RECV_B0, which it requires" in done.stdout
     assert ">0B0<" in done.stdout
+
+
+def test_a_schedule_is_searched_written_and_runs() -> None:
+    shape = ("--stages", "4", "--microbatches", "6")
+    said_so = said("search", *shape, "--forward", "2", "--backward", "5", "--memory", "3", "--output", "mine.csv")
+    assert re.search("found +loop +[0-9.]+ +1.[0-9]+ +3", said_so.stdout)
+    assert re.search("gpipe .* over the limit", said_so.stdout)
+    assert "next: bamboo run --schedule mine.csv --stages 4" in said_so.stdout
+    assert said("check", "--schedule", "mine.csv", *shape).exit_code == 0
+    found = json.loads(said("search", *shape, "--memory", "3", "--json").stdout)
+    assert found["rows"][0].keys() == {"schedule", "placement", "length", "stash", "fits"}
+    with pytest.raises(UserError, match="--memory: expected a number >= 1"):
+        said("search", "--memory", "0.5")
