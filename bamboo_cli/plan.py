@@ -15,6 +15,7 @@ from engine.core.job.job import Job
 from engine.core.job.partition import initial_program, known_ownership
 from engine.core.job.schedule_comparison import over_none
 from engine.core.ownership import Ownership, Slot
+from engine.core.program.build import pairs_in
 from engine.core.program.dry_run import bubbles, dry_run, grid_lines
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
@@ -39,11 +40,13 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     longer = over_none(run, job.schedule, ownership) if job.redundancy == "eager" else 0.0
+    at_once = dry_run(program, ownership, overlapping=True).makespan if pairs_in(job.schedule) else run.makespan
     if as_json:
         plan = {
             "schedule": job.schedule,
             "actions": {worker: [str(action) for action in actions] for worker, actions in program.items()},
             "makespan": run.makespan,
+            "makespan_with_overlap": at_once,
             "bubble": run.bubble,
             "bubbles": bubbles(run),
             "peak_stash": run.peak_stash,
@@ -64,6 +67,8 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     echo(
         f"predicted, with backward = 2 x forward{of_block}: {run.makespan:g} units, bubble {run.bubble:.1%} of the time"
     )
+    if at_once < run.makespan:
+        echo(f"with a handler that runs the actions of a pair at once: {at_once:g} units")
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
     echo(f"peak stashed activations, in microbatches{of_block}: {stash}")
     _print_faults(faults, job, costs)

@@ -131,7 +131,7 @@ def export(
     """
     from engine.core.action import COMPUTE_OPS
     from engine.core.job.partition import initial_program
-    from engine.core.program.build import overlaps, to_csv
+    from engine.core.program.build import pairs_in, to_csv
 
     job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
     program, _ = initial_program(job)
@@ -142,7 +142,7 @@ def export(
             worker: tuple(action for action in actions if action.op in COMPUTE_OPS)
             for worker, actions in program.items()
         }
-    echo(to_csv(program, pairs=compute_only and overlaps(job.schedule)), nl=False)
+    echo(to_csv(program, pairs_in(job.schedule) if compute_only else None), nl=False)
 
 
 @schedule.command()
@@ -154,6 +154,9 @@ def compare(
     backward: Backward = 2,
     weights: Weights = None,
     transfer: Transfer = 0,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="A handler runs the two actions of a pair at once.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every schedule on the workers of a job: step length / ideal length, bubble, peak stash, transfers.
@@ -178,6 +181,7 @@ def compare(
         job.redundancy_level,
         begin=_say if job.stages * job.microbatches > _SLOW else str,
         latency=transfer,
+        overlapping=overlap,
     )
     if as_json:
         echo(json.dumps(asdict(comparison)))

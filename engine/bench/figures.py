@@ -25,7 +25,7 @@ from engine.core.ownership import Ownership
 from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import replayed
-from engine.core.program.schedules import SCHEDULES, with_pairs_together
+from engine.core.program.schedules import SCHEDULES, of_kind, with_pairs_together
 from engine.files.atomic_write import make_folder, write_atomically
 
 # The rows of a benchmark: one per case and metric, with our figure, the peer's and the verdict on the goal.
@@ -395,6 +395,7 @@ TORCH_NAMES = {
     "gpipe": "ScheduleGPipe",
     "interleaved": "ScheduleInterleaved1F1B",
     "interleaved-flexible": "ScheduleInterleaved1F1B",
+    "interleaved-overlapped": "ScheduleInterleaved1F1B",
     "looped-bfs": "ScheduleLoopedBFS",
     "zb1p": "ScheduleInterleavedZeroBubble",
     "zb2p": "ScheduleInterleavedZeroBubble",
@@ -411,6 +412,7 @@ REMARKS = {
     "v-min": ", torch's is ZBV, with three times the stash",
     "v-half": ", torch's is ZBV, with twice the stash",
     "dualpipev-overlapped": ", torch's with pairs one after the other",
+    "interleaved-overlapped": ", torch's with pairs one after the other",
 }
 _WIDTH = 256  # of the timed layers and of the data, so that no layer has to widen its input
 _WORKERS, _MICROBATCHES, _MOST_STAGES = 4, 8, 2
@@ -441,4 +443,4 @@ def timed_program(job: Job, ownership: Ownership) -> Program:
     schedule = SCHEDULES[job.schedule]
     lists = schedule(job.stages // job.stages_per_worker, job.microbatches, job.stages_per_worker)
     program = with_transfers(on_owners(lists, ownership), ownership)
-    return with_pairs_together(program) if schedule.overlaps else program
+    return with_pairs_together(program, of_kind(schedule.overlaps)) if schedule.overlaps else program

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from engine.bench.figures import SIDES, CodecTimes, Stamps, Turns, in_turns, timed_program
-from engine.core.action import Program
+from engine.core.action import Op, Program
 from engine.core.checks.determinism import settings_of
 from engine.core.errors import required
 from engine.core.job.job import Job
@@ -103,8 +103,8 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
 
     join_default_group(AgentStore(control, 0, "torch"), context.worker, len(welcome.ranks), device)
     ownership = joined.ownership
-    if SCHEDULES[job.schedule].overlaps:
-        register("OVERLAP_F_B", _at_once())
+    if kind := SCHEDULES[job.schedule].overlaps:
+        register(kind, _at_once())
     sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(context)
     calls = {name: partial(_run_once, context, side) for name, side in zip(SIDES, sides, strict=True)}
     results = in_turns(calls, _NUM_WARM_UP + turns.iterations)
@@ -119,7 +119,8 @@ def _at_once() -> Handler:
     """Returns a handler that runs a pair of sleeping actions concurrently, the shorter forward in its own thread."""
     pool = ThreadPoolExecutor(1)
 
-    def run(forward: Call, backward: Call) -> None:
+    def run(*pair: Call) -> None:
+        forward, backward = sorted(pair, key=lambda call: call.action.op is not Op.F)
         other = pool.submit(forward)
         backward()
         other.result()

@@ -8,10 +8,10 @@ from engine.core.errors import ScheduleError
 from engine.core.job.job_rules import check_schedule
 from engine.core.job.schedule_comparison import compare
 from engine.core.ownership import Grid, Placement, fresh, worker_of
-from engine.core.program.build import build_program
+from engine.core.program.build import build_program, pairs_in
 from engine.core.program.passes import overhead_floor
 from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
-from engine.core.program.schedules import SCHEDULES, op_costs
+from engine.core.program.schedules import SCHEDULES, op_costs, pairs_of
 from tests.core.drawing import drawn, plain
 
 
@@ -139,6 +139,7 @@ def test_the_table_compares_on_equal_work() -> None:
         "gpipe": 66 / 48,
         "interleaved": 57 / 48,
         "interleaved-flexible": 57 / 48,
+        "interleaved-overlapped": 57 / 48,
         "looped-bfs": 57 / 48,
         "zb1p": 51 / 48,
         "zb2p": 54 / 48,
@@ -153,8 +154,10 @@ def test_the_table_compares_on_equal_work() -> None:
 
 def test_what_does_not_fit_is_named_with_the_reason() -> None:
     comparison = compare(4, 3, 1)
+    least = {"interleaved-overlapped": "2 to 4096"}
     assert comparison.skipped == {
-        name: f"stages_per_worker: expected 2 with schedule {name}, found 1 (4 stages are then on 2 workers)"
+        name: f"stages_per_worker: expected {least.get(name, 2)} with schedule {name}, found 1 "
+        "(4 stages are then on 2 workers)"
         for name, schedule in SCHEDULES.items()
         if not schedule.takes(1)
     }
@@ -189,3 +192,30 @@ def test_the_table_says_what_redundant_forwards_cost(stages: int, microbatches: 
     (row,) = [each for each in compare(stages, microbatches, 1, redundancy="eager").rows if each.schedule == "1f1b"]
     assert row.over_none == pytest.approx(overhead_floor(stages, microbatches, 1, 2))
     assert all(each.over_none == 0 for each in compare(stages, microbatches, 1, redundancy="lazy").rows)
+
+
+def test_a_backward_beside_its_weight_part_is_the_input_part() -> None:
+    """As older versions of torch wrote it."""
+    lists = SCHEDULES["zb1p"](4, 8, 1)
+    assert lists_from_csv(rows_to_csv(lists).replace("I", "B")) == lists
+
+
+def test_a_handler_makes_pairs_as_long_as_their_longer_half() -> None:
+    apart, at_once = (
+        {row.schedule: row for row in compare(8, 16, 2, overlapping=overlapping).rows} for overlapping in (False, True)
+    )
+    assert at_once["dualpipev-overlapped"].makespan < 0.8 * apart["dualpipev-overlapped"].makespan
+    assert at_once["interleaved-overlapped"].makespan < 0.8 * apart["interleaved-overlapped"].makespan
+    assert all(at_once[name] == row for name, row in apart.items() if not SCHEDULES[name].overlaps)
+
+
+def test_pairs_of_either_kind_are_kept_as_a_file_has_them() -> None:
+    """With a backward first, as the file says, though a forward before it could take it instead."""
+    ownership = fresh(Grid(8, 8), 2)
+    program = build_program("interleaved-overlapped", ownership)
+    named = {worker: [*pairs_of(actions, {"OVERLAP_B_F"})] for worker, actions in program.items()}
+    assert {worker: len(pairs) for worker, pairs in named.items()} == {0: 5, 1: 7, 2: 9, 3: 11}
+    text = rows_to_csv(SCHEDULES["interleaved"](4, 8, 2), pairs_in("interleaved-overlapped"))
+    assert check_schedule(text, 8, 2, 8, "auto") == []
+    assert build_program(text, ownership) == program
+    assert lists_from_csv(text) == SCHEDULES["interleaved"](4, 8, 2)

@@ -10,8 +10,8 @@ from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run, peak_stash
-from engine.core.program.schedule_csv import lists_from_csv, rows_to_csv
-from engine.core.program.schedules import SCHEDULES, overlap_of, pairs_of, with_pairs_together
+from engine.core.program.schedule_csv import lists_from_csv, named_pairs, rows_to_csv
+from engine.core.program.schedules import SCHEDULES, of_kind, overlap_of, pairs_of, with_pairs_together
 from engine.core.program.verify import verify
 from tests.core.drawing import drawn, drawn_program, plain, program_of
 
@@ -137,7 +137,7 @@ def test_no_action_is_in_two_pairs() -> None:
 
 def test_transfers_go_round_a_pair_and_stay_elsewhere() -> None:
     program = program_of("0: 0RECV_F1 0F1 0SEND_F1 3RECV_B0 3B0 3SEND_B0 0F2 0SEND_F2 3I1 0B2 3RECV_F3 3F3")
-    assert drawn_program(with_pairs_together(program)) == plain(
+    assert drawn_program(with_pairs_together(program, of_kind("OVERLAP_F_B"))) == plain(
         "0: 0RECV_F1 3RECV_B0 0F1 3B0 0SEND_F1 3SEND_B0 0F2 0SEND_F2 3I1 0B2 3RECV_F3 3F3"
     )
 
@@ -167,7 +167,7 @@ def test_the_pairs_of_the_schedule_stand_together_and_run(workers: int) -> None:
 
 def test_rows_as_torch_writes_them_are_overlapped() -> None:
     lists = SCHEDULES[NAME](2, 4, 2)
-    text, joined = rows_to_csv(lists), rows_to_csv(lists, pairs=True)
+    text, joined = rows_to_csv(lists), rows_to_csv(lists, of_kind("OVERLAP_F_B"))
     ownership = fresh(Grid(4, 4), 2, "v")
     assert "(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B" in joined
     assert check_schedule(joined, 4, 2, 4, "auto") == []
@@ -179,22 +179,34 @@ def test_rows_as_torch_writes_them_are_overlapped() -> None:
     ("rows", "found", "why"),
     [
         (
-            "0F0,0F1,(0B0;0F2)OVERLAP_B_F,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2",
+            "0F0,0F1,(0B0;0F2)OVERLAP_B_F,(0F3;0B1)OVERLAP_F_B,0B2,0B3",
             "worker 0, position 2: (0B0;0F2)OVERLAP_B_F",
             "0F1 and 0B0 are a pair",
         ),
-        (
-            "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,(1B0;1F1)OVERLAP_B_F,1B1,1F2,1B2",
-            "worker 1, position 1: (1B0;1F1)OVERLAP_B_F",
-            "a transfer stands between the two",
-        ),
+        ("(0F0;0B0)OVERLAP_F_B,0F1,0F2,0F3,0B1,0B2,0B3", "worker 0, position 0: (0F0;0B0)OVERLAP_F_B", "0B0 needs 0F0"),
     ],
-    ids=["of another pair", "apart"],
+    ids=["of another pair", "of one microbatch"],
 )
 def test_a_pair_that_would_not_run_as_written_is_refused(rows: str, found: str, why: str) -> None:
     """Before, its actions were paired anew without a word, and a handler for it was not called."""
-    (problem,) = check_schedule(rows, 2, 1, 3, "auto")
+    (problem,) = check_schedule(rows, 1, 1, 4, "auto")
     assert (problem.field, problem.found, problem.hint) == ("schedule", found, why)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "0F0,0F1,(0B0;0F2)OVERLAP_B_F,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2",
+        "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,(1B0;1F1)OVERLAP_B_F,1B1,1F2,1B2",
+    ],
+)
+def test_a_named_pair_is_brought_together(rows: str) -> None:
+    """Transfers stand around it, and no other pair of its kind takes one of the two."""
+    assert check_schedule(rows, 2, 1, 3, "auto") == []
+    program = build_program(rows, fresh(Grid(2, 3)))
+    (worker, _, first, second) = next(named_pairs(rows))
+    places = [place for place, _ in pairs_of(program[worker], {"OVERLAP_B_F"})]
+    assert [first, second] in [[*program[worker][place : place + 2]] for place in places]
 
 
 def test_pairs_of_both_kinds_that_run_as_written_are_kept() -> None:
@@ -202,7 +214,7 @@ def test_pairs_of_both_kinds_that_run_as_written_are_kept() -> None:
     assert check_schedule(both, 1, 1, 2, "auto") == []
     assert [kind for _, kind in pairs_of(build_program(both, fresh(Grid(1, 2)))[0])] == ["OVERLAP_B_F"]
     for workers, microbatches in ((2, 5), (3, 9), (4, 20)):
-        joined = rows_to_csv(SCHEDULES[NAME](workers, microbatches, 2), pairs=True)
+        joined = rows_to_csv(SCHEDULES[NAME](workers, microbatches, 2), of_kind("OVERLAP_F_B"))
         assert check_schedule(joined, 2 * workers, 2, microbatches, "auto") == []
 
 

@@ -13,7 +13,7 @@ from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
-from engine.core.program.schedules import SCHEDULES
+from engine.core.program.schedules import SCHEDULES, of_kind
 from engine.core.program.verify import verify
 from tests.core.provenance import Machine
 from tests.core.recovery_cases import ANY_ORDER, seeded
@@ -93,12 +93,13 @@ def test_ours_load_there(name: str, m: int, tmp_path: Path) -> None:
     schedule = SCHEDULES[name]
     v = max(2, schedule.stages_per_worker[0]) if schedule.takes(2) else 1
     path = tmp_path / "ours.csv"
-    path.write_text(rows_to_csv(schedule(P, m, v), pairs=schedule.overlaps))
+    has_pairs = schedule.overlaps == "OVERLAP_F_B"  # the only kind that torch reads
+    path.write_text(rows_to_csv(schedule(P, m, v), of_kind("OVERLAP_F_B") if has_pairs else None))
     host = of_torch("ScheduleZBVZeroBubble" if schedule.placement == "v" else "ScheduleLoopedBFS", v, m)
     host._load_csv(str(path), format="compute_only")
     loaded = [tuple(str(each) for each in host.pipeline_order[rank]) for rank in range(P)]
     assert loaded == [tuple(line.split(",")) for line in path.read_text().splitlines()]
-    assert any("OVERLAP_F_B" in line for line in loaded[0]) == schedule.overlaps
+    assert any("OVERLAP_F_B" in line for line in loaded[0]) == has_pairs
     owners = host.stage_index_to_group_rank
     # What torch simulates is without pairs, though it runs them: they are taken apart for it.
     apart = {rank: [part for a in line for part in a.sub_actions or (a,)] for rank, line in host.pipeline_order.items()}

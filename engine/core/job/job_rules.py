@@ -34,7 +34,7 @@ from engine.core.program.schedule_csv import (
     stages_on,
     stands_as,
 )
-from engine.core.program.schedules import SCHEDULES, Schedule, overlap_of, pairs_of
+from engine.core.program.schedules import OVERLAPS, SCHEDULES, Schedule, overlap_of, pairs_of
 from engine.core.program.verify import Violation, verify
 from engine.core.texts import counted, pattern_error
 from engine.core.units import DURATION_FORM, MOST_FLOAT, Scalar, parse_duration, whole_number
@@ -150,14 +150,17 @@ def _check_text(
 
 def _lost_pairs(text: str, program: Program) -> Iterator[Problem]:
     """Yields the overlap pairs that are named in `text`, and whose actions do not run as a pair in its program."""
+    named = [*named_pairs(text)]
+    kinds = {overlap_of(first, second) for _, _, first, second in named}
     pairs = {
-        worker: [actions[place : place + 2] for place, _ in pairs_of(actions)] for worker, actions in program.items()
+        worker: [actions[place : place + 2] for place, _ in pairs_of(actions, kinds)]
+        for worker, actions in program.items()
     }
-    for worker, position, first, second in named_pairs(text):
+    for worker, position, first, second in named:
         if (first, second) not in pairs[worker]:
             beside = next((pair for pair in pairs[worker] if {first, second} & {*pair}), None)
-            why = f"{beside[0]} and {beside[1]} are a pair" if beside else "a transfer stands between the two"
-            place = f"worker {worker}, position {position}: ({first};{second}){overlap_of(first, second)}"
+            why = f"{beside[0]} and {beside[1]} are a pair" if beside else f"{second} needs {first}"
+            place = f"worker {worker}, position {position}: ({first};{second}){OVERLAPS[first.op, second.op]}"
             yield Problem("schedule", "overlap pairs that can run as they are written", place, why)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from engine.core.action import COMPUTE_OPS, SEND_OPS
+from engine.core.action import COMPUTE_OPS, SEND_OPS, Program
 from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
@@ -50,12 +51,13 @@ def compare(
     level: int = 1,
     begin: Callable[[str], object] = str,
     latency: float = 0.0,
+    overlapping: bool = False,
 ) -> ScheduleComparison:
     """Returns the comparison of all schedules on stages / V workers.
 
     `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
     at V times the cost. `begin` is called with the name of each schedule that fits before its dry run. A transfer takes
-    `latency`.
+    `latency`. With `overlapping` the two actions of a pair run at once, in a schedule that is made for it.
     """
     num_workers = stages // stages_per_worker
     rows: list[ComparisonRow] = []
@@ -70,19 +72,24 @@ def compare(
         ownership = fresh(Grid(num_workers * v, microbatches), v, schedule.placement)
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())
-        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v), latency))
+        run = partial(dry_run, latency=latency, overlapping=overlapping and schedule.overlaps is not None)
+        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v), run))
     return ScheduleComparison(tuple(rows), skipped)
 
 
-def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs, latency: float = 0.0) -> float:
+DryRuns = Callable[[Program, Ownership, Cost], DryRun]
+
+
+def over_none(
+    run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs, run_of: DryRuns = dry_run
+) -> float:
     """Returns the relative increase of the length of `run` over the same step without redundancy."""
-    none = dry_run(build_program(schedule, ownership), ownership, cost, latency=latency)
-    return run.makespan / none.makespan - 1.0
+    return run.makespan / run_of(build_program(schedule, ownership), ownership, cost).makespan - 1.0
 
 
-def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost, latency: float) -> ComparisonRow:
+def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost, run_of: DryRuns) -> ComparisonRow:
     program = build_program(name, ownership, redundancy)
-    run = dry_run(program, ownership, cost, latency=latency)
+    run = run_of(program, ownership, cost)
     own = [
         [action for action in actions if ownership.owner(action.pipeline, action.stage) == worker]
         for worker, actions in program.items()
@@ -97,7 +104,7 @@ def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: 
         bubble=run.bubble,
         peak_stash=max(run.peak_stash.values()),
         transfers=sum(action.op in SEND_OPS for actions in program.values() for action in actions),
-        over_none=over_none(run, name, ownership, cost, latency) if redundancy == "eager" else 0.0,
+        over_none=over_none(run, name, ownership, cost, run_of) if redundancy == "eager" else 0.0,
     )
 
 

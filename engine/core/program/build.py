@@ -23,8 +23,8 @@ from engine.core.program.passes import (
     with_whole_stages,
 )
 from engine.core.program.plan_repair import Baseline, baseline_of
-from engine.core.program.schedule_csv import has_pairs, is_text, rows_from_csv, rows_to_csv
-from engine.core.program.schedules import SCHEDULES, with_pairs_together
+from engine.core.program.schedule_csv import is_text, named_pairs, rows_from_csv, rows_to_csv
+from engine.core.program.schedules import SCHEDULES, IsPair, of_kind, with_pairs_together
 
 
 def build_program(
@@ -60,8 +60,8 @@ def build_program(
         of_owners = owners_program(schedule, grid, owners)
         program = of_owners.whole() if asked == workers else of_owners
     program = {worker: program.get(worker, ()) for worker in asked}
-    if compute.is_scheduled and overlaps(schedule):
-        program = with_pairs_together(program)
+    if compute.is_scheduled and (is_pair := pairs_in(schedule)):
+        program = with_pairs_together(program, is_pair)
     program = with_streams(program, ownership, log_every, healing)
     return with_end_of_step({worker: program[worker] for worker in wanted}, ownership, healing=healing)
 
@@ -86,9 +86,12 @@ def _runs_forwards_first(actions: Iterable[Action]) -> bool:
     return all(are_forwards[: sum(are_forwards)])
 
 
-def overlaps(schedule: str) -> bool:
-    """Says whether a schedule, a name or CSV, runs forwards and backwards at once."""
-    return has_pairs(schedule) if is_text(schedule) else SCHEDULES[schedule].overlaps
+def pairs_in(schedule: str) -> IsPair | None:
+    """Returns which actions a schedule, a name or CSV, wants run at once; None if it wants none."""
+    if not is_text(schedule):
+        return of_kind(kind) if (kind := SCHEDULES[schedule].overlaps) else None
+    named = {(first, second) for _, _, first, second in named_pairs(schedule)}
+    return (lambda first, second: (first._replace(pipeline=0), second._replace(pipeline=0)) in named) if named else None
 
 
 def build_validation(ownership: Ownership, only: Collection[int] | None = None) -> Program:
@@ -116,9 +119,9 @@ def build_validation(ownership: Ownership, only: Collection[int] | None = None) 
     return {worker: program.get(worker, ()) for worker in wanted}
 
 
-def to_csv(program: Program, pairs: bool = False) -> str:
+def to_csv(program: Program, is_pair: IsPair | None = None) -> str:
     """Returns the program as CSV: row n is worker n, a cell is an action, or a pair of them, as torch writes it."""
-    return rows_to_csv((program.get(worker, ()) for worker in range(max(program, default=-1) + 1)), pairs)
+    return rows_to_csv((program.get(worker, ()) for worker in range(max(program, default=-1) + 1)), is_pair)
 
 
 def from_csv(text: str) -> Program:

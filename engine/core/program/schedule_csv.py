@@ -10,7 +10,7 @@ from itertools import pairwise
 from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Placement, PlacementChoice, worker_of
-from engine.core.program.schedules import OVERLAPS, SCHEDULES, ComputeLists, overlap_of
+from engine.core.program.schedules import OVERLAPS, SCHEDULES, ComputeLists, IsPair, overlap_of
 
 # Compute lists as CSV in the format of torch's pipelining: row n is worker n, a cell is an action.
 #
@@ -28,21 +28,16 @@ def is_text(schedule: str) -> bool:
     return "," in schedule or "\n" in schedule
 
 
-def has_pairs(text: str) -> bool:
-    """Returns whether compute lists as CSV contain an overlap pair."""
-    return any(op in text for op in OVERLAPS.values())
-
-
 def name_of(schedule: str) -> str:
     """Returns the name of a schedule for messages."""
     return "a schedule of one's own" if is_text(schedule) else schedule
 
 
-def rows_to_csv(rows: Iterable[Sequence[Action]], pairs: bool = False) -> str:
-    """Returns actions as CSV; with `pairs`, the two actions of an overlap pair share a cell."""
+def rows_to_csv(rows: Iterable[Sequence[Action]], is_pair: IsPair | None = None) -> str:
+    """Returns actions as CSV; the two actions of a pair share a cell."""
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(
-        _cells(row) if pairs else [str(action) for action in row] for row in rows
+        _cells(row, is_pair) if is_pair else [str(action) for action in row] for row in rows
     )
     return text.getvalue()
 
@@ -71,7 +66,18 @@ def lists_from_csv(text: str) -> ComputeLists:
                 expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
                 text = f"expected {expected}, found {action}; bamboo schedule export --compute-only leaves them out"
                 raise ScheduleError(f"worker {worker}, position {position}: {text}")
-    return tuple(_in_order(tuple(action for _, action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
+    return tuple(
+        _in_order(_with_parts(tuple(action for _, action in row if action.op is not Op.REDUCE_GRAD))) for row in rows
+    )
+
+
+def _with_parts(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Returns a row in which B beside W of the same microbatch is I, as older versions of torch wrote it."""
+    in_parts = {(action.stage, action.microbatch) for action in row if action.op is Op.W}
+    return tuple(
+        action._replace(op=Op.I) if action.op is Op.B and (action.stage, action.microbatch) in in_parts else action
+        for action in row
+    )
 
 
 def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
@@ -138,14 +144,16 @@ def _parse_row(worker: int, row: Sequence[str]) -> Iterator[tuple[int, Action]]:
             raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
 
 
-def _cells(row: Sequence[Action]) -> list[str]:
+def _cells(row: Sequence[Action], is_pair: IsPair) -> list[str]:
     cells: list[str] = []
-    for before, action in zip([None, *row], row, strict=False):
-        kind = before and overlap_of(before, action)
-        if kind == "OVERLAP_F_B":  # torch's format has no other kind
-            cells[-1] = f"({cells[-1]};{action}){kind}"
+    first: Action | None = None  # what may begin a pair
+    for action in row:
+        if first is not None and is_pair(first, action):
+            cells[-1] = f"({cells[-1]};{action}){overlap_of(first, action)}"
+            first = None
         else:
             cells.append(str(action))
+            first = action
     return cells
 
 

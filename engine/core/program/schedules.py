@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, permutations
 from typing import Literal
@@ -332,33 +332,43 @@ def overlap_of(first: Action, second: Action) -> Overlap | None:
     return None if same else OVERLAPS.get((first.op, second.op))
 
 
-def pairs_of(actions: Sequence[Action]) -> Iterator[tuple[int, Overlap]]:
-    """Yields the position and the kind of each pair; of two pairs that share an action, only the earlier."""
+def pairs_of(
+    actions: Sequence[Action], kinds: Container[object] = frozenset(OVERLAPS.values())
+) -> Iterator[tuple[int, Overlap]]:
+    """Yields the position and the kind of each pair of some kinds; of two that share an action, only the earlier."""
     taken = -1
     for second in range(1, len(actions)):
         kind = overlap_of(actions[second - 1], actions[second])
-        if kind and second - 1 > taken:
+        if kind and kind in kinds and second - 1 > taken:
             yield second - 1, kind
             taken = second
 
 
-def with_pairs_together(program: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
-    """Returns a program in which no transfer stands between the two actions of an OVERLAP_F_B pair.
+IsPair = Callable[[Action, Action], bool]
+
+
+def of_kind(kind: Overlap) -> IsPair:
+    """Returns whether two actions form a pair of this kind."""
+    return lambda first, second: overlap_of(first, second) == kind
+
+
+def with_pairs_together(program: Mapping[int, tuple[Action, ...]], is_pair: IsPair) -> dict[int, tuple[Action, ...]]:
+    """Returns a program in which no transfer stands between the two actions of a pair.
 
     A worker then waits for the inputs of both before it runs the first. Only schedules made for overlap profit.
     """
-    return {worker: _together(actions) for worker, actions in program.items()}
+    return {worker: _together(actions, is_pair) for worker, actions in program.items()}
 
 
-def _together(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+def _together(actions: tuple[Action, ...], is_pair: IsPair) -> tuple[Action, ...]:
     moved = list(actions)
     computed = [position for position, action in enumerate(actions) if action.op in COMPUTE_OPS]
-    last = -1  # the position of the backward of the previous pair
+    last = -1  # the position of the second action of the previous pair
     for first, second in pairwise(computed):
         between = actions[first + 1 : second]
         if (
             first > last
-            and overlap_of(actions[first], actions[second]) == "OVERLAP_F_B"
+            and is_pair(actions[first], actions[second])
             and _TRANSFERS.issuperset(action.op for action in between)
         ):
             received = [action for action in between if action.op in RECEIVE_OPS]
@@ -465,7 +475,7 @@ class Schedule:
     placement: Placement = "loop"
     stages_per_worker: tuple[int, int] = (1, 1)  # least and most
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
-    overlaps: bool = False  # whether `with_pairs_together` is applied
+    overlaps: Overlap | None = None  # the kind of pairs that `with_pairs_together` makes
     takes_blocks: bool = False  # whether a stage may be a run of blocks, see `in_blocks`
 
     def takes(self, stages_per_worker: int) -> bool:
@@ -486,6 +496,7 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, takes_blocks=True),
     "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
+    "interleaved-overlapped": Schedule(interleaved, stages_per_worker=(2, _ANY), overlaps="OVERLAP_B_F"),
     "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),
     "zb1p": Schedule(zb1p, stages_per_worker=(1, _ANY)),
     "zb2p": Schedule(zb2p),
@@ -493,5 +504,7 @@ SCHEDULES: dict[str, Schedule] = {
     "v-half": Schedule(v_half, "v", (2, 2)),
     "zbv": Schedule(zbv, "v", (2, 2)),
     "dualpipev": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers),
-    "dualpipev-overlapped": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps=True),
+    "dualpipev-overlapped": Schedule(
+        dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps="OVERLAP_F_B"
+    ),
 }

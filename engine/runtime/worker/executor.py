@@ -89,7 +89,7 @@ def run_in_order(entries: Sequence[QueuedAction], check: Callable[[], None], run
             _hand_over(handler, (entry,), lambda call: run(*call))
 
     actions = [action for action, _, _ in entries]
-    pairs = {each: _handlers[kind] for each, kind in pairs_of(actions) if kind in _handlers} if _handlers else {}
+    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if _handlers else {}
     for position, entry in enumerate(entries):
         if position - 1 in pairs:
             continue  # the second of a pair
