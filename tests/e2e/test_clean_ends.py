@@ -124,7 +124,7 @@ def test_a_wrong_loss_is_found_before_training(launch: Launch) -> None:
     assert {(event["place"], event["step"]) for event in launcher.events("raised")} == {("the loss", -1)}
 
 
-@pytest.mark.parametrize(("index", "code"), [(0, 2), (1, 0)])
+@pytest.mark.parametrize(("index", "code"), [pytest.param(0, 2, marks=pytest.mark.soak), (1, 0)])
 def test_an_exception_in_a_validation_is_found_early_or_costs_the_validation_only(
     launch: Launch, index: int, code: int
 ) -> None:
@@ -288,7 +288,7 @@ def test_a_layer_that_hangs_does_not_keep_an_interrupted_run(launch: Launch, num
 
 @pytest.mark.parametrize(
     "moment",
-    ["started", *(pytest.param(each, marks=pytest.mark.soak) for each in ("job", "partition", "go")), "commit"],
+    [*(pytest.param(moment, marks=pytest.mark.soak) for moment in ("started", "job", "partition", "go")), "commit"],
 )
 def test_sigkill_of_the_launcher_takes_everything_with_it(launch: Launch, moment: str) -> None:
     launcher = launch(*LONG)

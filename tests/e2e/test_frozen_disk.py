@@ -195,7 +195,7 @@ def test_results_that_freeze_in_mid_run_end_the_run_in_time(launch: Launch) -> N
     ("place", "missing"),
     [
         pytest.param("session.ended", r"\d+ records?", marks=pytest.mark.soak),
-        ("case_runner.summary_of", r"trajectory\.csv"),
+        pytest.param("case_runner.summary_of", r"trajectory\.csv", marks=pytest.mark.soak),
     ],
 )
 def test_results_that_freeze_when_all_steps_are_committed_end_the_run_in_time(

@@ -24,7 +24,7 @@ _BUSY_END_S = 9.0
         ("run, the fork server imports", signal.SIGHUP, False),
         ("run, a recovery", signal.SIGINT, True),
         pytest.param("run, a layer that loops, two signals", signal.SIGINT, True, marks=pytest.mark.soak),
-        ("inject, a step of the twin", signal.SIGTERM, False),
+        pytest.param("inject, a step of the twin", signal.SIGTERM, False, marks=pytest.mark.soak),
         pytest.param("matrix, a step of a cell", signal.SIGINT, True, marks=pytest.mark.soak),  # test_matrix.py has one
     ],
 )

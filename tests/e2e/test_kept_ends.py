@@ -31,7 +31,9 @@ def kept_steps(results: Path) -> list[int]:
     return [folder.verify(name).step for name in folder.names()]
 
 
-@pytest.mark.parametrize(("model", "redundancy"), [("normed", "lazy"), ("plain", "none")])
+@pytest.mark.parametrize(
+    ("model", "redundancy"), [("normed", "lazy"), pytest.param("plain", "none", marks=pytest.mark.soak)]
+)
 def test_an_exception_of_the_user_costs_the_open_step_only(
     launch: Launch, tmp_path: Path, model: str, redundancy: str
 ) -> None:

@@ -69,7 +69,13 @@ def same_bits(gpu: FakeGpu, fields: dict[str, Any]) -> None:
     assert len(gpu.opened_in) == Job(**fields).num_workers
 
 
-@pytest.mark.parametrize("fields", [{**GPT, "log_every": 1, "retain": "cpu"}, NORMED], ids=["gpt", "normed"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({**GPT, "log_every": 1, "retain": "cpu"}, id="gpt", marks=pytest.mark.soak),
+        pytest.param(NORMED, id="normed"),
+    ],
+)
 def test_a_job_with_a_death_and_a_heal_has_the_bits_of_the_host(gpu: FakeGpu, fields: dict[str, Any]) -> None:
     same_bits(gpu, fields)
 
