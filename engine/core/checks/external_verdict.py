@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from engine.core.texts import counted, numbered, spans
 
 SampleId = int | str
-Status = Literal["same", "within tolerance", "different", "not compared"]
+PartStatus = Literal["same", "within tolerance", "different", "not compared"]
 _MOST_NAMED = 5  # samples or tensors in one sentence
 _OWN_BITS = "the job does not repeat its own bits: different already before the first fault"
 _Key = tuple[int | None, int]  # rank and step
@@ -67,7 +67,7 @@ class PartVerdict(NamedTuple):
     """One part of the verdict, with a sentence."""
 
     part: Literal["survival", "steps", "samples", "weights", "losses"]
-    status: Status
+    status: PartStatus
     text: str
 
 
@@ -82,7 +82,7 @@ class ExternalVerdict:
     doubled_samples: tuple[SampleId, ...]
     first_different_step: int | None
 
-    def status(self, part: str) -> Status:
+    def status(self, part: str) -> PartStatus:
         """Returns the status of a part."""
         return next(each.status for each in self.parts if each.part == part)
 
