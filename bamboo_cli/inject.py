@@ -76,6 +76,16 @@ _Run = Annotated[
         autocompletion=completion.runs,
     ),
 ]
+_Pid = Annotated[
+    int,
+    typer.Option(
+        "--attach",
+        metavar="PID",
+        help="Strike the job of another launcher that runs below this process, and leave it running.",
+        show_default=False,
+        min=0,
+    ),
+]
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; repeatable.")
 ]
@@ -88,6 +98,7 @@ def inject(
     command: _Command = None,
     scenario: _Scenario = "",
     run: _Run = "",
+    attach: _Pid = 0,
     settings: _Settings = None,
     seed: _Seed = None,
     repeat: Annotated[int, typer.Option("--repeat", help="Number of repetitions.", min=1)] = 1,
@@ -104,7 +115,7 @@ def inject(
 ) -> None:
     """Run a scenario (job, faults and fault-free twin), then check its expectations."""
     own = {"--run": run, "--set": settings, "--seed": seed, "--etcd": etcd, "--hosts": hosts}
-    _inject_other(file, scenario, command or (), own, results, (repeat, dry_run, tee, as_json, trust_code))
+    _inject_other(file, scenario, command or (), own, results, (repeat, dry_run, tee, as_json, trust_code, attach))
     from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.job_checks import findable, offered, readable
@@ -140,7 +151,7 @@ def _inject_other(
     words: Sequence[str],
     own: Mapping[str, object],
     results: Path | None,
-    asked: tuple[int, bool, bool, bool, bool],
+    asked: tuple[int, bool, bool, bool, bool, int],
 ) -> None:
     """Runs a scenario for a job of another launcher, and exits with its code; returns if it is for bamboo's own."""
     from engine.files.jobs.external_file import external_document
@@ -148,7 +159,9 @@ def _inject_other(
     from engine.files.strict_yaml import read_yaml
 
     name, command = (scenario, [file, *words] if file else []) if scenario else (file, words)
-    if not name or not (document := read_yaml(find_scenario(name)) if command else external_document(name)):
+    if not name or not (
+        document := read_yaml(find_scenario(name)) if command or asked[-1] else external_document(name)
+    ):
         return
     from bamboo_cli.inject_external import Asked, inject_external
 

@@ -30,6 +30,7 @@ class Asked:
     tee: bool = False
     as_json: bool = False
     trusts: bool = False
+    root: int = 0  # of a job that runs already
 
 
 def inject_external(
@@ -53,10 +54,12 @@ def inject_external(
         for name, value in refused.items()
         if value
     ]
+    if asked.root and (command or asked.repeat > 1):
+        problems.append(Problem("--attach", "neither a command nor --repeat", str(asked.root), "the job runs already"))
     if problems:
         raise UserError(problems)
     known = external_kinds(kinds())
-    loaded = load_external(Path(document.source), document, known, command)
+    loaded = load_external(Path(document.source), document, known, command, is_attached=bool(asked.root))
     if loaded.needs_trust and not asked.trusts and not asked.dry_run:
         raise UserError([trust_problem(loaded)])
     if asked.dry_run:
@@ -66,7 +69,11 @@ def inject_external(
     hear = partial(echo, err=True) if asked.tee else str
     with holding() as interrupts:
         for _ in range(asked.repeat):
-            cases.append(run_external(loaded, known, asked.results, interrupts, hear, partial(echo, err=True)))
+            cases.append(
+                run_external(
+                    loaded, known, asked.results, interrupts, hear, partial(echo, err=True), asked.root or None
+                )
+            )
             _print_case(loaded, cases[-1], asked.as_json)
             if interrupts.first is not None:
                 break

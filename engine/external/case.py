@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.core.checks.external_report import ExternalResult, ExternalRun, external_checks
+from engine.core.checks.external_report import ExternalResult, external_checks, verdict_with_twin
+from engine.core.checks.external_verdict import ExternalVerdict
+from engine.core.errors import Problem, UserError
 from engine.core.faults.fault import FaultKind
-from engine.external.referee import Referee
-from engine.files.atomic_write import write_atomically
+from engine.external.referee import VARIABLE, Referee
+from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.host_facts import host_facts
 from engine.files.jobs.external_file import LoadedExternal
 from engine.files.run_folder import create_run_folder, run_json_text
@@ -40,25 +42,43 @@ def run_external(
     interrupts: Interrupts,
     hear: Callable[[str], object],
     say: Callable[[str], object],
+    root: int | None = None,
 ) -> ExternalCase:
-    """Runs the command of a scenario once, with its faults; `hear` gets its output, `say` a line about the folder.
+    """Runs the command of a scenario with its faults, and then without any if it expects the bits of that twin.
+
+    With `root`, a process, it strikes the job that runs below it instead. `hear` gets the output, `say` a line about
+    the folder.
 
     Raises UserError if the command cannot be started, and StorageError if the folder cannot be written.
     """
-    folder = create_run_folder(
-        results / EXTERNAL, loaded.scenario.name.lower(), datetime.now(), secrets.token_hex(2), say
-    )
+    scenario = loaded.scenario
+    folder = create_run_folder(results / EXTERNAL, scenario.name.lower(), datetime.now(), secrets.token_hex(2), say)
     facts = _facts(loaded)
     write_atomically(folder.run_json, run_json_text(facts))
-    run = Referee(loaded.scenario, kinds, folder.path, hear).run(interrupts)
-    result = judged_run(loaded, run)
+    if root is None:
+        run = Referee(scenario, kinds, folder.path, hear).run(interrupts)
+    else:
+        run = Referee(scenario, kinds, folder.path, hear, reported_by(root)).attach(root, interrupts)
+    evidence: ExternalVerdict | None = None
+    if scenario.expect.needs_twin and run.end.why == "exit":
+        make_folder(folder.twin.logs, folder.path)
+        twin = Referee(replace(scenario, faults=()), kinds, folder.twin.path, hear).run(interrupts)
+        if twin.end.why == "exit":
+            evidence = verdict_with_twin(scenario, run, twin)
+    checks = external_checks(scenario, run, evidence)
+    result = ExternalResult(run, checks, tuple(run.recoveries()), evidence)
     write_atomically(folder.run_json, run_json_text(facts | {"result": result.as_dict()}))
     return ExternalCase(folder.path, result)
 
 
-def judged_run(loaded: LoadedExternal, run: ExternalRun) -> ExternalResult:
-    """Returns the result of a run of a scenario."""
-    return ExternalResult(run, external_checks(loaded.scenario, run), tuple(run.recoveries()))
+def reported_by(root: int) -> Path | None:
+    """Returns the folder to which a running job reports, if it has one; raises UserError if it cannot be struck."""
+    try:
+        environment = Path(f"/proc/{root}/environ").read_bytes().decode("utf-8", "surrogateescape").split("\0")
+    except OSError as error:
+        raise UserError([Problem("--attach", "a running process of yours", str(root), str(error.strerror))]) from error
+    values = [line.partition("=")[2] for line in environment if line.startswith(f"{VARIABLE}=")]
+    return Path(values[0]) if values and Path(values[0]).is_dir() else None
 
 
 def _facts(loaded: LoadedExternal) -> dict[str, object]:

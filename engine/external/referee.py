@@ -17,8 +17,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
@@ -31,11 +31,12 @@ from engine.core.checks.external_report import (
     LauncherLine,
     RankBegan,
     RankEnded,
-    StepEnded,
     StrikeMade,
 )
+from engine.core.checks.external_verdict import StepReport
 from engine.core.errors import Problem, UserError
 from engine.core.faults.external import (
+    ANY_RANK,
     ExternalFault,
     ExternalScenario,
     ExternalTarget,
@@ -47,19 +48,30 @@ from engine.core.faults.fault import FaultKind, Sign, TimedSignal
 from engine.core.faults.launchers import blamed, is_notice
 from engine.external.kinds import signals_of
 from engine.external.processes import JobProcess, JobProcesses
-from engine.external.reports import VARIABLE, ReportFiles, report_of
-from engine.files.atomic_write import open_to_append
+from engine.external.progress import (
+    FirstSource,
+    JsonSteps,
+    OutputSteps,
+    ProgressSource,
+    ReportedSteps,
+    TensorBoardSteps,
+    reported_states,
+)
+from engine.files.atomic_write import make_folder, open_to_append
 from engine.files.linked_lines import append_linked
 from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.interrupts import Interrupts
 from engine.runtime.process.prctl import adopting
 
+VARIABLE = "BAMBOO_PROGRESS"  # names the folder of reports to the job
 _TICK_S = 0.005
 _LOOK_NS = 20_000_000  # between two looks for new processes
+_ASK_NS = 500_000_000  # between two looks whether the job trains on, and how long it must
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL of a command that this process ends
 _GONE_S = 2.0  # for the processes of a command that has ended
 _MOST_LINE_BYTES = 1 << 16
+_LOG = "logs/command.log"
 _FOLDER = "{folder}"  # in a command: an empty folder of the run, for checkpoints and the like
 
 
@@ -77,20 +89,28 @@ class _Strike:
 
 
 class Referee:
-    """One run of a job: `folder` gets its events, its output and its reports; `hear` gets each line of output."""
+    """One run of a job: `folder` gets its events, its output and its reports; `hear` gets each line of output.
+
+    `reported` is the folder to which the processes of a job report that runs already.
+    """
 
     def __init__(
-        self, scenario: ExternalScenario, kinds: Mapping[str, FaultKind], folder: Path, hear: Callable[[str], object]
+        self,
+        scenario: ExternalScenario,
+        kinds: Mapping[str, FaultKind],
+        folder: Path,
+        hear: Callable[[str], object],
+        reported: Path | None = None,
     ) -> None:
         self._scenario, self._kinds, self._hear = scenario, kinds, hear
         self._own = folder / "job"
-        self._progress = folder / "progress"
-        for each in (self._own, self._progress):
-            each.mkdir(mode=0o700)
+        self._progress = reported or folder / "progress"
+        for each in (self._own, folder / "progress"):
+            make_folder(each, folder)
         self._events_fd = open_to_append(folder / "events.jsonl")
-        self._log_fd = open_to_append(folder / "logs" / "command.log")
+        self._log_fd = open_to_append(folder / _LOG)
         self.events: list[ExternalEvent] = []
-        self._reports = ReportFiles(self._progress)
+        self._source = FirstSource(_sources(scenario, folder, self._progress, self._own))
         self._pending = PendingFaults(scenario, list(scenario.faults))
         self._strikes: list[_Strike] = []
         self._queue: list[tuple[int, int, _Strike, TimedSignal]] = []
@@ -99,34 +119,55 @@ class Referee:
         self._begun: dict[int, int] = {}  # rank -> processes
         self._reported: set[int] = set()  # pids
         self._files: dict[str, tuple[int, int]] | None = None
-        self._look_ns = 0
+        self._look_ns = self._asked_ns = 0
+        self._output_fd = -1
 
     def run(self, interrupts: Interrupts) -> ExternalRun:
         """Runs the command to its end, to its time limit or to a signal; raises UserError if it cannot be started."""
         mark = secrets.token_hex(8)
         with adopting(), _swept(mark) as sweeper:
-            output_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(output_fd, False)
+            self._output_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(self._output_fd, False)
             process = self._start(mark, write_fd)
             os.close(write_fd)
-            self._view = JobView(now_ns())
             self._processes = JobProcesses(self._scenario.launcher, f"{descendants.VARIABLE}={mark}", process.pid)
             try:
-                why = self._watch(process, output_fd, interrupts)
-                if why != "exit":
-                    self._end(process, output_fd)
-                code = process.poll()
+                why = self._watch(process.pid, interrupts)
+                if why == "exit":
+                    process.wait()
+                else:
+                    self._end(process)
                 number = interrupts.first
-                self._note(CommandEnded(now_ns(), number if why == "interrupt" else code, why))
+                self._note(CommandEnded(now_ns(), number if why == "interrupt" else process.poll(), why))
                 leftovers = self._left() if why == "exit" else []
             finally:
                 descendants.end_adopted(mark, {sweeper}, {process.pid})
-                self._read_output(output_fd)
-                self._reports.close()
-                self._processes.close()
-                for descriptor in (output_fd, self._log_fd, self._events_fd):
-                    os.close(descriptor)
-        return ExternalRun(self.events, leftovers)
+                self._read_output()
+                os.close(self._output_fd)
+                self._close()
+        return self._result(leftovers)
+
+    def attach(self, root: int, interrupts: Interrupts) -> ExternalRun:
+        """Strikes a job that runs already, the descendants of a process, until it trains on; leaves it running."""
+        self._processes = JobProcesses(self._scenario.launcher, "", root)
+        try:
+            why = self._watch(root, interrupts)
+            for strike in self._strikes:
+                if strike.last == signal.SIGSTOP:
+                    for victim in strike.victims:
+                        victim.send(signal.SIGCONT)
+            self._note(CommandEnded(now_ns(), interrupts.first, "attached" if why == "exit" else why))
+        finally:
+            self._close()
+        return self._result([])
+
+    def _result(self, leftovers: Sequence[str]) -> ExternalRun:
+        return ExternalRun(self.events, leftovers, self._source.unread, *reported_states(self._progress))
+
+    def _close(self) -> None:
+        self._processes.close()
+        os.close(self._log_fd)
+        os.close(self._events_fd)
 
     def _start(self, mark: str, write_fd: int) -> subprocess.Popen[bytes]:
         words = [word.replace(_FOLDER, str(self._own)) for word in self._scenario.command]
@@ -138,26 +179,39 @@ class Referee:
                 [Problem("command", "a program that starts", repr(words[0]), str(error.strerror))]
             ) from error
 
-    def _watch(self, process: subprocess.Popen[bytes], output_fd: int, interrupts: Interrupts) -> EndReason:
+    def _watch(self, root: int, interrupts: Interrupts) -> EndReason:
         """Watches the job and strikes it; returns why that has ended."""
-        root = os.pidfd_open(process.pid)
+        root_fd = os.pidfd_open(root)
+        self._view = JobView(now_ns())
         try:
             while True:
-                self._wait([root, output_fd, interrupts.fileno()])
-                self._read_output(output_fd)
-                self._look_at_job()
+                self._wait([root_fd, self._output_fd, interrupts.fileno()])
+                self._read_output()
+                has_ended = subprocesses.is_readable(root_fd)
+                self._look_at_job(at_once=has_ended)
                 self._act(now_ns())
                 if interrupts.first is not None:
                     return "interrupt"
-                if subprocesses.is_readable(root):
-                    process.wait()
-                    self._read_output(output_fd)
+                if has_ended:
+                    self._read_output()
                     self._look_at_job(at_once=True)
                     return "exit"
                 if now_ns() - self._view.started_ns > self._scenario.timeout_ns:
                     return "timeout"
+                if self._output_fd < 0 and self._trains_on():
+                    return "attached"
         finally:
-            os.close(root)
+            os.close(root_fd)
+
+    def _trains_on(self) -> bool:
+        """Returns whether all faults have struck and the job has resumed; asked often, it looks once in a while."""
+        if self._pending.left or self._queue or now_ns() < self._asked_ns:
+            return False
+        self._asked_ns = now_ns() + _ASK_NS
+        return all(each.is_seen for each in self._strikes) and all(
+            recovery.resume_ns is not None and self.events[-1].at_ns - recovery.resume_ns > _ASK_NS
+            for recovery in ExternalRun([*self.events, CommandEnded(now_ns(), None, "attached")]).recoveries()
+        )
 
     def _wait(self, descriptors: list[int]) -> None:
         """Waits for output, an end, a signal or the next tick."""
@@ -167,7 +221,8 @@ class Referee:
             waits.append(wait_ns)
         poll = select.poll()
         for descriptor in descriptors:
-            poll.register(descriptor, select.POLLIN)
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
         for process in self._processes.ranks.values():
             if process.pid in self._processes.alive:
                 poll.register(process.pidfd, select.POLLIN)
@@ -177,9 +232,7 @@ class Referee:
 
     def _look_at_job(self, *, at_once: bool = False) -> None:
         """Reads the reports of steps, and looks for processes if it is time to."""
-        for report in self._reports.new():
-            if (process := self._processes.take_rank(report.pid, report.rank)) is not None:
-                self._note_begun(process)
+        for report in self._source.read():
             self._note_step(report)
         now = now_ns()
         if now >= self._look_ns or at_once:
@@ -212,32 +265,33 @@ class Referee:
         self._begun[rank] = self._begun.get(rank, 0) + 1
         self._note(RankBegan(max(process.began_ns, self._view.started_ns), rank, process.pid))
 
-    def _note_step(self, report: StepEnded) -> None:
-        known = self._processes.alive.get(report.pid)
+    def _note_step(self, report: StepReport) -> None:
+        pid = int(report.process) if report.process.isdecimal() else 0
+        if report.rank is not None and (taken := self._processes.take_rank(pid, report.rank)) is not None:
+            self._note_begun(taken)
+        known = self._processes.alive.get(pid)
         if known is not None and known.rank is not None:  # its launcher may count ranks otherwise
-            report = replace(report, rank=known.rank)
-        self._reported.add(report.pid)
-        self._view.steps[report.rank] = report.step
+            report = report._replace(rank=known.rank)
+        self._reported.add(pid)
+        self._view.steps[ANY_RANK if report.rank is None else report.rank] = report.step
         self._note(report)
 
-    def _read_output(self, output_fd: int) -> None:
-        try:
-            while data := os.read(output_fd, _MOST_LINE_BYTES):
+    def _read_output(self) -> None:
+        if self._output_fd < 0:  # of a job that others have started
+            return
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._output_fd, _MOST_LINE_BYTES):
                 os.write(self._log_fd, data)
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 self._rest = self._rest[-_MOST_LINE_BYTES:]
                 for line in lines:
                     self._note_line(line.decode("utf-8", "replace"), now_ns())
-        except BlockingIOError:
-            pass
 
     def _note_line(self, line: str, at_ns: int) -> None:
         self._hear(line)
         launcher = self._scenario.launcher
         if is_notice(launcher, line):
             self._note(LauncherLine(at_ns, line[:500], self._blamed_rank(blamed(launcher, line) or {})))
-        if self._scenario.progress and (report := report_of(self._scenario.progress, line, at_ns)) is not None:
-            self._note_step(report)
 
     def _blamed_rank(self, numbers: Mapping[str, int]) -> int | None:
         """Returns the rank that a line of the launcher blames, by the pid that it names if there is one."""
@@ -308,14 +362,14 @@ class Referee:
             victims += below
         return victims
 
-    def _end(self, process: subprocess.Popen[bytes], output_fd: int) -> None:
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Ends the command: SIGTERM, then SIGKILL for what is left after a grace period."""
         for member in self._processes.alive.values():
             member.send(signal.SIGCONT)
         process.terminate()
         until_s = time.monotonic() + _GRACE_S
         while process.poll() is None and time.monotonic() < until_s:
-            self._read_output(output_fd)  # a full pipe would hold it up
+            self._read_output()  # a full pipe would hold it up
             time.sleep(_TICK_S)
         process.kill()
         process.wait()
@@ -331,8 +385,22 @@ class Referee:
 
     def _note(self, event: ExternalEvent) -> None:
         self.events.append(event)
-        text = json.dumps({"event": type(event).__name__, **asdict(event)}, separators=(",", ":"))
+        fields = event._asdict() if isinstance(event, StepReport) else asdict(event)
+        text = json.dumps({"event": type(event).__name__, **fields}, separators=(",", ":"))
         append_linked(self._events_fd, text)
+
+
+def _sources(scenario: ExternalScenario, folder: Path, reported: Path, own: Path) -> list[ProgressSource]:
+    """Returns where the steps of a job can be read: its own reports first, then what the scenario names."""
+    sources: list[ProgressSource]
+    progress, sources = scenario.progress, [ReportedSteps(reported)]
+    if progress.output:
+        sources.append(OutputSteps(folder / _LOG, progress.output))
+    if progress.jsonl:
+        sources.append(JsonSteps(Path(progress.jsonl.replace(_FOLDER, str(own)))))
+    if progress.tensorboard:
+        sources.append(TensorBoardSteps(Path(progress.tensorboard.replace(_FOLDER, str(own)))))
+    return sources
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from engine.core.checks.external_report import (
     LauncherLine,
     RankBegan,
     RankEnded,
-    StepEnded,
     StrikeMade,
     external_checks,
 )
+from engine.core.checks.external_verdict import StepReport
 from engine.core.faults.external import ExternalExpect, ExternalFault, ExternalMoment, ExternalScenario, ExternalTarget
 from engine.core.faults.launchers import LAUNCHERS
 
@@ -31,7 +31,7 @@ SCENARIO = ExternalScenario("mine", "", ("torchrun",), LAUNCHERS["torchrun"], (F
 def steps(pids: dict[int, int], numbers: range, begin_ms: int, each_ms: int = 100) -> list[ExternalEvent]:
     """Returns the reports of some ranks (rank -> pid), a millisecond after each other, from a time on."""
     return [
-        StepEnded((begin_ms + place * each_ms + rank) * MS, rank, pid, step)
+        StepReport(step, (begin_ms + place * each_ms + rank) * MS, rank, str(pid))
         for place, step in enumerate(numbers)
         for rank, pid in pids.items()
     ]
@@ -79,7 +79,7 @@ def test_all_expectations_of_a_good_run_pass() -> None:
             restarted(LauncherLine(651 * MS, "", 0)),
             SCENARIO,
             "culprit",
-            "first struck rank 1, and the launcher blames ranks 0 and 1",
+            "first ended rank 1, and the launcher blames ranks 0 and 1",
         ),
         (ExternalRun(restarted().events, ["process 7 (sleep)"]), SCENARIO, "leftovers", "process 7 (sleep)"),
         (restarted(CommandEnded(3000 * MS, 1)), SCENARIO, "outcome", "failed: the command ended with 1, the newest"),

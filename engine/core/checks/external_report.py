@@ -2,9 +2,9 @@
 
 Rules:
 - All times are nanoseconds on the host's monotonic clock. A report of a step has the time at which the rank made it.
-- A recovery begins with a strike. A further strike before training resumes belongs to it. It ends with the first
-  report after the longest gap between the reports of all ranks: up to the first report of a process that began after
-  the strike, or over a few steps if there is none.
+- A recovery begins with a strike. Strikes before all struck ranks report again belong to it. It ends with the first
+  report after the longest gap between the reports of all ranks up to then; if a struck rank does not come back, over a
+  few steps of the others.
 - The stall is this gap less a usual step: the median of the last steps of each process before the strike.
 - Each phase counts only its time after the end of the phase before, so the phases add up to the time from the strike
   to the first step. A phase that was not seen is left out.
@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any, Literal
 
 from engine.core.checks.expectations import Check, judged, limit_checks, verdict
+from engine.core.checks.external_verdict import ExternalVerdict, JobReports, StateReport, StepReport, judge
 from engine.core.checks.recoveries import USUAL, Stall
 from engine.core.errors import BY_SIGNAL, ExitCode
 from engine.core.faults.external import ExternalFault, ExternalScenario
@@ -32,6 +33,7 @@ _PHASE_WORDS = {
     "step": "first step after",
 }
 EndReason = Literal["exit", "timeout", "interrupt", "attached"]
+_TRAINS_ON = 3  # steps behind a strike without which the survivors may only have finished the open one
 _WARM_UP = 1  # the first step of a process is no usual one
 
 
@@ -51,18 +53,6 @@ class RankEnded:
     at_ns: int
     rank: int
     pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnded:
-    """The process has ended a step, by its own report; one in a line of output has no pid, and maybe no rank: -1."""
-
-    at_ns: int
-    rank: int
-    pid: int
-    step: int
-    loss: float | None = None
-    samples: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +93,21 @@ class CommandEnded:
     why: EndReason = "exit"
 
 
-ExternalEvent = RankBegan | RankEnded | StepEnded | StrikeMade | EffectSeen | LauncherLine | CommandEnded
+ExternalEvent = RankBegan | RankEnded | StepReport | StrikeMade | EffectSeen | LauncherLine | CommandEnded
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalRecovery:
     """What one or more strikes caused; `points_ns` has the end of each phase, `blamed` the ranks that were named.
 
+    Of the `struck` ranks, the processes of those that have `ended` did not live on.
+
     `lost_steps` were reported before and done again; `step` is the newest one before the strike.
     """
 
     faults: tuple[str, ...]
     struck: tuple[int, ...]
+    ended: tuple[int, ...]
     begin_ns: int
     step: int
     points_ns: Mapping[str, int]
@@ -146,6 +139,7 @@ class ExternalRecovery:
         return {
             "faults": list(self.faults),
             "struck": list(self.struck),
+            "ended": list(self.ended),
             "blamed": list(self.blamed),
             "step": self.step,
             "phases_ms": {name: round(time_ns / 1e6, 3) for name, time_ns in self.phases_ns.items()},
@@ -158,10 +152,16 @@ class ExternalRecovery:
 
 @dataclass(frozen=True, slots=True)
 class ExternalRun:
-    """One run of a job: its events in the order of their times, and the processes that were left at its end."""
+    """One run of a job: its events in the order of their times, and the processes that were left at its end.
+
+    `unread` counts the reports of steps that could not be read, `unread_states` those of states.
+    """
 
     events: Sequence[ExternalEvent]
     leftovers: Sequence[str] = ()
+    unread: int = 0
+    states: Sequence[StateReport] = ()
+    unread_states: int = 0
 
     def of(self, *kinds: type[Any]) -> list[Any]:
         """Returns the events of these kinds, in the order of their times."""
@@ -171,6 +171,12 @@ class ExternalRun:
     def end(self) -> CommandEnded:
         """The end of the command."""
         return next(each for each in reversed(self.events) if isinstance(each, CommandEnded))
+
+    @property
+    def reports(self) -> JobReports:
+        """All that the job has reported."""
+        steps = [each for each in self.events if isinstance(each, StepReport)]
+        return JobReports(steps, self.states, self.end.code, self.unread + self.unread_states)
 
     def recoveries(self) -> list[ExternalRecovery]:
         """Returns the recoveries of the run in their order."""
@@ -188,32 +194,52 @@ class _Group:
     def __init__(self, run: ExternalRun, strikes: Sequence[StrikeMade]) -> None:
         self.run, self.strikes = run, [strikes[0]]
         self._begin_ns = strikes[0].at_ns
-        self._born_ns = {each.pid: each.at_ns for each in run.of(RankBegan)}
-        self._reports: list[StepEnded] = run.of(StepEnded)
+        self._reports: list[StepReport] = run.of(StepReport)
         for following in [*strikes[1:], None]:
             self._until_ns = run.end.at_ns if following is None else following.at_ns
-            self._find_gap()
-            if following is None or (self.resume_ns is not None and self.resume_ns <= following.at_ns):
-                break
+            back_ns = self._back_ns()
+            if following is None or back_ns is not None:
+                self._find_gap(back_ns)
+                return
             self.strikes.append(following)
 
-    def _find_gap(self) -> None:
-        """Sets the begin and the end of the longest gap between reports that the strikes can have caused."""
-        begin_ns, until_ns = self._begin_ns, self._until_ns
-        before = [each for each in self._reports if each.at_ns <= begin_ns]
-        window = [each for each in self._reports if begin_ns < each.at_ns]
+    @property
+    def _struck(self) -> dict[int, StrikeMade]:
+        """The last strike of each rank."""
+        return {rank: strike for strike in self.strikes for rank in strike.ranks}
+
+    @property
+    def ended(self) -> set[int]:
+        """The ranks whose struck process has ended."""
+        pids = {pid for strike in self.strikes for pid in strike.pids}
+        return {each.rank for each in self._within(RankEnded) if each.pid in pids}
+
+    def _within(self, kind: type[Any]) -> list[Any]:
+        return [each for each in self.run.of(kind) if self._begin_ns < each.at_ns <= self._until_ns]
+
+    def _back_ns(self) -> int | None:
+        """Returns when the last struck rank has reported again; None if one has not, or the launcher was struck."""
+        reports, begins, times = self._within(StepReport), self._within(RankBegan), []
+        for rank, strike in self._struck.items():
+            since_ns = strike.at_ns
+            if rank in self.ended:
+                since_ns = max((each.at_ns for each in begins if each.rank == rank), default=self._until_ns)
+            own = (each.at_ns for each in reports if each.rank in (rank, None) and each.at_ns > since_ns)
+            times.append(next((at_ns for at_ns in own if at_ns > strike.at_ns), None))
+        return max((at_ns for at_ns in times if at_ns is not None), default=None) if None not in times else None
+
+    def _find_gap(self, back_ns: int | None) -> None:
+        """Sets the begin and the end of the longest gap between reports up to the return of the struck ranks."""
+        before = [each for each in self._reports if each.at_ns <= self._begin_ns]
+        window = [each for each in self._within(StepReport) if back_ns is None or each.at_ns <= back_ns]
         last_ns = self.strikes[-1].at_ns
-        first_new = next((each.at_ns for each in window if self._born_ns.get(each.pid, 0) > begin_ns), None)
-        if first_new is not None and first_new > last_ns:
-            window = [each for each in window if each.at_ns <= first_new]
-        else:
-            num_ranks = len({each.pid for each in before}) or 1
-            window = [each for each in window if each.at_ns < until_ns or each.at_ns > last_ns][: USUAL * num_ranks]
+        trains = len({each.step for each in window if each.at_ns > last_ns}) >= _TRAINS_ON
+        window = window if back_ns is not None else window[: USUAL * (len({each.rank for each in before}) or 1)]
         times_ns = [*(each.at_ns for each in before[-1:]), *(each.at_ns for each in window)]
         gaps = [(later - earlier, earlier, later) for earlier, later in pairwise(times_ns) if later > last_ns]
         self.resume_ns: int | None = None
-        self.since_ns = times_ns[-1] if times_ns else begin_ns
-        if gaps:
+        self.since_ns = times_ns[-1] if times_ns else self._begin_ns
+        if gaps and (back_ns is not None or trains):
             _, self.since_ns, self.resume_ns = max(gaps)
         elif window and not before:
             self.resume_ns = window[0].at_ns
@@ -224,10 +250,10 @@ class _Group:
         before = [each for each in self._reports if each.at_ns < until_ns]
         lines = [each for each in self.run.of(LauncherLine) if self._begin_ns <= each.at_ns <= until_ns]
         blamed = {each.blames for each in lines if each.blames is not None}
-        struck = {rank for strike in self.strikes for rank in strike.ranks}
         return ExternalRecovery(
             tuple(strike.fault for strike in self.strikes),
-            tuple(sorted(struck)),
+            tuple(sorted(self._struck)),
+            tuple(sorted(self.ended)),
             self._begin_ns,
             max((each.step for each in before), default=-1),
             self._points_ns(until_ns, lines),
@@ -247,7 +273,7 @@ class _Group:
         points |= {"begin": max(begins)} if begins else {}
         return points | ({} if self.resume_ns is None else {"step": self.resume_ns})
 
-    def _stall(self, before: Sequence[StepEnded], until_ns: int) -> Stall | None:
+    def _stall(self, before: Sequence[StepReport], until_ns: int) -> Stall | None:
         if not before:
             return None
         gap_ns = until_ns - self.since_ns
@@ -257,22 +283,22 @@ class _Group:
         known_ns = max(0, gap_ns - usual)
         return Stall(known_ns, None if self.resume_ns is None else known_ns)
 
-    def _usual_ns(self, before: Sequence[StepEnded]) -> int | None:
+    def _usual_ns(self, before: Sequence[StepReport]) -> int | None:
         """Returns the median of the last usual steps before the gap; None if there were none."""
-        begins: dict[tuple[int, int], dict[int, int]] = {}  # process -> step -> time
+        begins: dict[tuple[str, int | None], dict[int, int]] = {}  # process -> step -> time
         for report in before:
             if report.at_ns <= self.since_ns:
-                begins.setdefault((report.pid, report.rank), {}).setdefault(report.step, report.at_ns)
+                begins.setdefault((report.process, report.rank), {}).setdefault(report.step, report.at_ns)
         times = ([*at_ns.values()][_WARM_UP:][-USUAL:] for at_ns in begins.values())
         steps = [later - earlier for each in times for earlier, later in pairwise(each)]
         return int(median(steps)) if steps else None
 
-    def _lost(self, before: Sequence[StepEnded]) -> int:
+    def _lost(self, before: Sequence[StepReport]) -> int:
         """Returns the steps that are done again; none if a process that survived goes on behind the newest one."""
         newest = max((each.step for each in before), default=-1)
         after = [each for each in self._reports if self.resume_ns is not None and each.at_ns >= self.resume_ns]
-        old = {each.pid for each in before}
-        if not after or any(each.pid in old and each.pid >= 0 for each in after):
+        old = {each.process for each in before}
+        if not after or any(each.process in old and each.process for each in after):
             return 0
         return max(0, newest - min(each.step for each in after[: USUAL * len(old)]) + 1)
 
@@ -280,7 +306,15 @@ class _Group:
 # The checks of a run.
 
 
-def external_checks(scenario: ExternalScenario, run: ExternalRun) -> tuple[Check, ...]:
+def verdict_with_twin(scenario: ExternalScenario, run: ExternalRun, twin: ExternalRun) -> ExternalVerdict:
+    """Returns the verdict on a run by what it and its twin reported."""
+    strikes_ns = [each.at_ns for each in run.of(StrikeMade)]
+    return judge(run.reports, twin.reports, strikes_ns, scenario.expect.tolerance)
+
+
+def external_checks(
+    scenario: ExternalScenario, run: ExternalRun, with_twin: ExternalVerdict | None = None
+) -> tuple[Check, ...]:
     """Returns the check of each expectation; those that a signal to bamboo left undecided are not judged."""
     expect, recoveries = scenario.expect, run.recoveries()
     checks = [_all_struck(scenario.faults, run), _outcome(scenario, run, recoveries)]
@@ -292,6 +326,9 @@ def external_checks(scenario: ExternalScenario, run: ExternalRun) -> tuple[Check
         checks.append(check if has_resumed else Check("steps_lost", "invalid", "training did not resume"))
     if expect.culprit is not None:
         checks.append(_culprit(recoveries))
+    for name, part in (("trajectory", "weights"), ("samples", "samples")):
+        if getattr(expect, name) is not None:
+            checks.append(_like_twin(name, part, with_twin))
     if expect.leftovers is not None:
         checks.append(judged("leftovers", not run.leftovers, ", ".join(run.leftovers) or "none"))
     if expect.recovery is not None:
@@ -316,16 +353,16 @@ def _all_struck(faults: Sequence[ExternalFault], run: ExternalRun) -> Check:
         for fault in faults
         if fault.id not in effects or effects[fault.id].why_not
     ]
-    if wrong and not run.of(StepEnded):
+    if wrong and not run.of(StepReport):
         wrong[0] += "; no rank has reported a step: call bamboo.progress(step) in it, or give `progress:` a pattern"
     seen = "; ".join(f"{each.fault}: {each.how}" for each in effects.values())
     return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or seen)
 
 
 def _outcome(scenario: ExternalScenario, run: ExternalRun, recoveries: Sequence[ExternalRecovery]) -> Check:
-    end, newest = run.end, max((each.step for each in run.of(StepEnded)), default=-1)
+    end, newest = run.end, max((each.step for each in run.of(StepReport)), default=-1)
     trained = "" if newest < 0 else f", the newest step is {newest}"
-    has_stopped = bool(run.of(StepEnded)) and any(each.resume_ns is None for each in recoveries)
+    has_stopped = bool(run.of(StepReport)) and any(each.resume_ns is None for each in recoveries)
     is_short = scenario.steps is not None and newest + 1 < scenario.steps
     if end.why == "timeout":
         outcome, text = "failed", "the command did not end in time"
@@ -340,14 +377,22 @@ def _outcome(scenario: ExternalScenario, run: ExternalRun, recoveries: Sequence[
     return judged("outcome", outcome == scenario.expect.outcome, f"{outcome}: {text}{trained}")
 
 
+def _like_twin(name: str, part: str, with_twin: ExternalVerdict | None) -> Check:
+    judgement = next((each for each in with_twin.parts if each.part == part), None) if with_twin else None
+    if judgement is None or judgement.status == "not compared":
+        return Check(name, "invalid", judgement.text if judgement else "the twin did not run to its end")
+    return judged(name, judgement.status != "different", judgement.text)
+
+
 def _culprit(recoveries: Sequence[ExternalRecovery]) -> Check:
-    if not any(each.blamed for each in recoveries):
-        return Check("culprit", "invalid", "the launcher has blamed no rank")
+    """Checks that the launcher blames the ranks whose struck processes have ended, and no others."""
+    if not any(each.blamed or each.ended for each in recoveries):
+        return Check("culprit", "invalid", "no rank has ended, and the launcher has blamed none")
     wrong = [
-        f"{' and '.join(one.faults)} struck {numbered('rank', one.struck, ' and ') if one.struck else 'no rank'}, "
+        f"{' and '.join(one.faults)} ended {numbered('rank', one.ended, ' and ') if one.ended else 'no rank'}, "
         f"and the launcher blames {numbered('rank', one.blamed, ' and ') if one.blamed else 'none'}"
         for one in recoveries
-        if one.struck != one.blamed
+        if one.ended != one.blamed
     ]
     blamed = sorted({rank for each in recoveries for rank in each.blamed})
     return judged("culprit", not wrong, "; ".join(wrong) or f"blamed: {numbered('rank', blamed, ' and ')}")
@@ -360,6 +405,7 @@ class ExternalResult:
     run: ExternalRun
     checks: tuple[Check, ...]
     recoveries: tuple[ExternalRecovery, ...] = field(default=())
+    with_twin: ExternalVerdict | None = None
 
     @property
     def verdict_word(self) -> str:
@@ -383,4 +429,5 @@ class ExternalResult:
             "code": self.run.end.code,
             "checks": [{"name": each.name, "result": each.result, "text": each.text} for each in self.checks],
             "recoveries": [each.as_dict() for each in self.recoveries],
+            "evidence": self.with_twin.as_dict() if self.with_twin else None,
         }

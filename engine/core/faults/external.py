@@ -96,10 +96,29 @@ class ExternalExpect:
     outcome: ExternalOutcome = described(
         "recovered", "recovered: the job trains on after the faults and exits with 0; failed: it does not"
     )
+    trajectory: Literal["identical"] | None = described(
+        None, "the reported hashes of the state are those of the same command without faults"
+    )
+    tolerance: float | None = described(None, "the relative difference of losses and tensors that trajectory allows")
+    samples: Literal["exactly-once"] | None = described(None, "the steps count the samples that those of the twin do")
     steps_lost: int | None = described(None, "steps that were reported before a fault and are done again, at most")
     culprit: Literal["exact"] | None = described(None, "exact: the launcher blames the struck ranks, and no others")
     leftovers: Literal["none"] | None = described(None, "no process of the job is left when its command has ended")
     recovery: Limits | None = described(None, "limits on the time that training stalled")
+
+    @property
+    def needs_twin(self) -> bool:
+        """Whether the command must also run without faults."""
+        return self.trajectory is not None or self.samples is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalProgress:
+    """Where steps are read if no process calls `bamboo.progress`; `{folder}` is that of the job in the run folder."""
+
+    output: str = described("", "a regular expression with the group step, for lines of the output")
+    jsonl: str = described("", "a file with a JSON object for each step")
+    tensorboard: str = described("", "a folder with event files of TensorBoard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +131,7 @@ class ExternalScenario:
     launcher: Launcher
     faults: tuple[ExternalFault, ...]
     expect: ExternalExpect = ExternalExpect()
-    progress: str = ""  # a regular expression over the output with the group `step`; empty: what processes report
+    progress: ExternalProgress = ExternalProgress()
     steps: int | None = None
     checkpoint: str = ""  # a pattern of paths
     timeout_ns: int = 600 * 10**9
@@ -126,13 +145,18 @@ def external_problems(scenario: ExternalScenario, num_ranks: int | None, *, is_a
 
     `is_attached`: the job runs already, so its output is not read.
     """
-    if scenario.progress:
-        wrong = pattern_error(scenario.progress)
-        has_step = not wrong and "step" in re.compile(scenario.progress).groupindex
-        if wrong or not has_step:
-            yield Problem("progress", "a regular expression with a group (?P<step>...)", repr(scenario.progress), wrong)
+    if pattern := scenario.progress.output:
+        wrong = pattern_error(pattern)
+        if wrong or "step" not in re.compile(pattern).groupindex:
+            yield Problem("progress.output", "a regular expression with a group (?P<step>...)", repr(pattern), wrong)
         elif is_attached:
-            yield Problem("progress", "no pattern of output", "--attach", "the output of a running job is not read")
+            yield Problem("progress.output", "another source", "--attach", "the output of a running job is not read")
+    if is_attached and scenario.expect.needs_twin:
+        hint = "a job that runs already has no twin"
+        yield Problem("expect", "neither trajectory nor samples", "--attach", hint)
+    if scenario.expect.culprit and not scenario.launcher.blame:
+        hint = "its words for a failure are not known"
+        yield Problem("expect.culprit", "a launcher that blames ranks", scenario.launcher.name, hint)
     for number, fault in enumerate(scenario.faults):
         yield from _fault_problems(f"faults.{number}", fault, scenario, num_ranks)
 
@@ -141,7 +165,7 @@ def _fault_problems(
     at: str, fault: ExternalFault, scenario: ExternalScenario, num_ranks: int | None
 ) -> Iterator[Problem]:
     moment, target, launcher = fault.moment, fault.target, scenario.launcher
-    named = {f"{at}.at.rank": moment.rank, **{f"{at}.target": rank for rank in target.numbers}}
+    named = {**{f"{at}.target": rank for rank in target.numbers if rank != moment.rank}, f"{at}.at.rank": moment.rank}
     if num_ranks is not None:
         for place, rank in named.items():
             if rank is not None and rank >= num_ranks:

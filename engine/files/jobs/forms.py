@@ -32,7 +32,13 @@ from pydantic_core import core_schema
 from engine.core.action import Op
 from engine.core.checks.recoveries import PHASES as TIMED_PHASES
 from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
-from engine.core.faults.external import EXTERNAL_PHASES, ExternalExpect, ExternalMoment, ExternalTarget
+from engine.core.faults.external import (
+    EXTERNAL_PHASES,
+    ExternalExpect,
+    ExternalMoment,
+    ExternalProgress,
+    ExternalTarget,
+)
 from engine.core.faults.fault import (
     HOST_PATTERN,
     MOST_CHARACTERS,
@@ -280,6 +286,8 @@ _EXTERNAL_FAULT = _form(
     at=_key(_EXTERNAL_AT, "the moment at which it strikes", ...),
     target=_key(_form_of("ExternalTarget", ExternalTarget, ranks=_RANKS), "the victim (default: the rank of `at`)"),
 )
+_PROGRESS = _form_of("ExternalProgress", ExternalProgress)
+_PROGRESS.one_of = ("output", "jsonl", "tensorboard")
 EXTERNAL = _form(
     "ExternalScenario",
     version=_key(_VERSION, "the version of the form of this file", ...),
@@ -290,7 +298,7 @@ EXTERNAL = _form(
         "the command that starts the job (default: the words behind --)",
     ),
     launcher=_key(Annotated[str, _Words(tuple(LAUNCHERS))], "the launcher (default: the one that the command names)"),
-    progress=_key(_SENTENCE, "a regular expression with a group step: the lines of output that report a step"),
+    progress=_key(_PROGRESS, "where steps are read if no process calls bamboo.progress"),
     steps=_key(_whole(1), "the steps of the whole job"),
     checkpoint=_key(_SENTENCE, "a pattern of the paths of checkpoints"),
     timeout=_key(_DURATION, "the time after which the job is ended (default 10m)"),

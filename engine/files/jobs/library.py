@@ -10,6 +10,7 @@ from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
 SUFFIX = ".yaml"
 _SUFFIXES = (SUFFIX, ".yml", ".json")
+EXTERNAL_FOLDER = "external"  # of the scenarios for jobs of other launchers
 _MATRIX_PREFIX = "matrix-"
 
 
@@ -40,6 +41,9 @@ def find_scenario(name_or_path: str) -> Path:
     Raises:
         NothingMatchedError: the library has no scenario of this name.
     """
+    external = library() / f"{name_or_path}{SUFFIX}"
+    if Path(name_or_path).parts[:-1] == (EXTERNAL_FOLDER,) and external.is_file():
+        return external
     return find_file(name_or_path, "scenario", scenario_names())
 
 
