@@ -29,7 +29,9 @@ _FLOAT = 1  # the type of a tensor in a TensorBoard summary
 class ProgressSource(Protocol):
     """Where the steps of a job can be read."""
 
-    unread: int  # lines or records that could not be read
+    @property
+    def unread(self) -> int:
+        """The number of lines or records that could not be read."""
 
     def read(self) -> Iterator[StepReport]:
         """Yields the steps that the job has reported since the last call."""
