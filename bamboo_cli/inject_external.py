@@ -54,6 +54,9 @@ def inject_external(
         for name, value in refused.items()
         if value
     ]
+    if isinstance(document.value, dict) and "job" in document.value:
+        hint = "it has a job of its own: leave the command out"
+        problems.append(Problem("job", "a scenario for a job of another launcher", "a job", hint, document.source))
     if asked.root and (command or asked.repeat > 1):
         problems.append(Problem("--attach", "neither a command nor --repeat", str(asked.root), "the job runs already"))
     if problems:

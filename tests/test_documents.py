@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *REFERENCE.glob("*.md"), ROOT / "results/README.md")
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/how-to/*.md"),
+        *REFERENCE.glob("*.md"),
+        ROOT / "results/README.md",
+    )
 }
 MOST_LINES = {
     "README.md": 90,

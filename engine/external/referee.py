@@ -71,6 +71,7 @@ _ASK_NS = 500_000_000  # between two looks whether the job trains on, and how lo
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL of a command that this process ends
 _GONE_S = 2.0  # for the processes of a command that has ended
 _MOST_LINE_BYTES = 1 << 16
+JOB_FOLDER = "job"  # in a run folder: the one that the command may fill
 _LOG = "logs/command.log"
 _FOLDER = "{folder}"  # in a command: an empty folder of the run, for checkpoints and the like
 
@@ -103,7 +104,7 @@ class Referee:
         reported: Path | None = None,
     ) -> None:
         self._scenario, self._kinds, self._hear = scenario, kinds, hear
-        self._own = folder / "job"
+        self._own = folder / JOB_FOLDER
         self._progress = reported or folder / "progress"
         for each in (self._own, folder / "progress"):
             make_folder(each, folder)
@@ -247,7 +248,7 @@ class Referee:
         self._view.restarted = frozenset(
             rank
             for rank, times in self._begun.items()
-            if times > 1 and (process := self._processes.rank(rank)) and process.pid not in self._reported
+            if times > 1 and (newest := self._processes.rank(rank)) and newest.pid not in self._reported
         )
 
     def _sees_writing(self) -> bool:

@@ -282,7 +282,7 @@ def pages() -> dict[str, str]:
         "tables": list(tables()),
         "names": list(names()),
         "exit_codes": list(exit_codes()),
-        "guides": list(documents("docs")),
+        "guides": [*documents("docs"), *documents("docs/how-to")],
         "references": list(documents("docs/reference")),
         "others": list(documents(".")),
     }

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, Literal
 
 from engine.core.checks.expectations import Check, judged, limit_checks, verdict
-from engine.core.checks.external_verdict import ExternalVerdict, JobReports, StateReport, StepReport, judge
+from engine.core.checks.external_verdict import ExternalVerdict, JobReports, StateReport, StepReport
 from engine.core.checks.recoveries import USUAL, Stall
 from engine.core.errors import BY_SIGNAL, ExitCode
 from engine.core.faults.external import ExternalFault, ExternalScenario
@@ -178,6 +178,11 @@ class ExternalRun:
         steps = [each for each in self.events if isinstance(each, StepReport)]
         return JobReports(steps, self.states, self.end.code, self.unread + self.unread_states)
 
+    @property
+    def strikes_ns(self) -> list[int]:
+        """The times of the strikes."""
+        return [each.at_ns for each in self.of(StrikeMade)]
+
     def recoveries(self) -> list[ExternalRecovery]:
         """Returns the recoveries of the run in their order."""
         strikes, done = self.of(StrikeMade), []
@@ -304,12 +309,6 @@ class _Group:
 
 
 # The checks of a run.
-
-
-def verdict_with_twin(scenario: ExternalScenario, run: ExternalRun, twin: ExternalRun) -> ExternalVerdict:
-    """Returns the verdict on a run by what it and its twin reported."""
-    strikes_ns = [each.at_ns for each in run.of(StrikeMade)]
-    return judge(run.reports, twin.reports, strikes_ns, scenario.expect.tolerance)
 
 
 def external_checks(

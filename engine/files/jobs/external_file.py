@@ -61,8 +61,11 @@ def load_external(
     command: Sequence[str] = (),
     *,
     is_attached: bool = False,
+    is_run: bool = True,
 ) -> LoadedExternal:
     """Returns the scenario of a document for a command, which replaces its own; `is_attached`: the job runs already.
+
+    Unless `is_run`, it needs no command.
 
     Raises UserError with every problem found.
     """
@@ -73,7 +76,7 @@ def load_external(
     faults = [_fault(reading, *each, kinds) for each in enumerate(values.get("faults", ()))]
     own = tuple(values.get("command", ()))
     words = tuple(command) or own
-    if not (words or is_attached or reading.problems):
+    if is_run and not (words or is_attached or reading.problems):
         reading.refuse(("command",), "a command", "none", "such as: bamboo inject SCENARIO -- torchrun train.py")
     launcher = LAUNCHERS[values["launcher"]] if "launcher" in values else launcher_of(words)
     scenario = ExternalScenario(

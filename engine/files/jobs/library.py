@@ -41,10 +41,13 @@ def find_scenario(name_or_path: str) -> Path:
     Raises:
         NothingMatchedError: the library has no scenario of this name.
     """
-    external = library() / f"{name_or_path}{SUFFIX}"
-    if Path(name_or_path).parts[:-1] == (EXTERNAL_FOLDER,) and external.is_file():
-        return external
-    return find_file(name_or_path, "scenario", scenario_names())
+    return find_external(name_or_path) or find_file(name_or_path, "scenario", scenario_names())
+
+
+def find_external(name_or_path: str) -> Path | None:
+    """Returns the file of a shipped scenario for jobs of other launchers, such as ``external/kill-rank``; else None."""
+    path = library() / f"{name_or_path}{SUFFIX}"
+    return path if Path(name_or_path).parts[:-1] == (EXTERNAL_FOLDER,) and path.is_file() else None
 
 
 def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
