@@ -35,8 +35,10 @@ def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Laun
         beside.kill()
     (run,) = json.loads(done.stdout)["runs"]
     assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
-    assert [(each["struck"], each["blamed"], each["lost_steps"]) for each in run["recoveries"]] == [([1], [1], 6)]
-    assert run["recoveries"][0]["phases_ms"].keys() == {"still", "notice", "end", "begin", "step"}
+    (recovery,) = run["recoveries"]
+    assert recovery["struck"] == recovery["blamed"] == [1]
+    assert recovery["lost_steps"] > 0  # it is killed behind step 25, and resumes from a checkpoint
+    assert recovery["phases_ms"].keys() == {"still", "notice", "end", "begin", "step"}
     assert run["evidence"]["weights"]["status"] == run["evidence"]["losses"]["status"] == "same"
     folder = Path(run["run_dir"])
     began = [each["pid"] for each in events_in(folder, "RankBegan") if each["rank"] == 1]
