@@ -27,7 +27,7 @@ core.hosts: core.history core.job
 core.job: core.program
 core.program:
 core.protocol: core.history core.job core.program
-external: core.checks core.faults files files.jobs runtime.process runtime.stage
+external: core.checks core.faults core.history core.job files files.jobs runtime.process runtime.stage
 files: codec core.checks core.history core.job
 files.jobs: codec core.checks core.faults core.job core.program files
 harness: codec core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models

@@ -122,6 +122,18 @@ def test_a_run_that_ends_early_did_not_survive() -> None:
     assert judge(replace(run, exit_code=1), None).parts[0].text.endswith("exit code 1, reached step 9")
 
 
+def test_a_twin_that_fails_by_itself_proves_nothing() -> None:
+    part = judge(replace(_run(), exit_code=1), replace(_twin(), exit_code=1)).parts[0]
+    assert part.status == "not compared" and part.text.endswith("ended with exit code 1 itself")
+
+
+def test_ranks_that_report_as_one_do_not_repeat_steps() -> None:
+    twin = [StepReport(step, 10 * step + rank) for step in range(6) for rank in (0, 1)]
+    again = [StepReport(step, 100 + 10 * step + rank) for step in range(3, 6) for rank in (0, 1)]
+    assert judge(JobReports(twin), JobReports(twin)).repeated == {}
+    assert judge(JobReports([*twin[:8], *again]), JobReports(twin)).repeated == {3: 2}
+
+
 def test_what_was_not_reported_is_not_compared() -> None:
     bare = JobReports([StepReport(step, step) for step in range(4)], exit_code=0)
     verdict = judge(bare, bare)

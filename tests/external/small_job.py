@@ -24,7 +24,8 @@ def train(folder: Path, dies_at: int, cheats: bool) -> None:
     """Trains from the checkpoint in the folder, if there is one; dies at a step, or cheats after it resumed."""
     rank = distributed.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(one, nn.Tanh(), other)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     path, first = folder / "state.pt", 0
     if path.exists():
@@ -34,10 +35,9 @@ def train(folder: Path, dies_at: int, cheats: bool) -> None:
         first = state["step"] + 1
         if cheats:
             with torch.no_grad():
-                one, other = model[0].weight, model[2].weight
-                kept = one.clone()
-                one.copy_(other)
-                other.copy_(kept)
+                kept = one.weight.clone()
+                one.weight.copy_(other.weight)
+                other.weight.copy_(kept)
         bamboo.fingerprint(model, step=first - 1, sample=None, every=1)
     step = first
     again = cheats

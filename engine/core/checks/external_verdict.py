@@ -120,12 +120,12 @@ def judge(
     name), as far as the values of both are known.
     """
     ours, theirs = _counted(run.steps), _counted(twin.steps if twin else ())
-    repeated = _repeated(run.steps)
+    repeated = _repeated(run.steps, twin.steps if twin else ())
     lost, steps = _steps(run, ours, theirs, repeated)
     lost_samples, doubled, samples = _samples(ours, theirs, twin is not None)
     strike_ns = min(strikes_ns, default=None)
     first, weights = _weights(run, twin, strike_ns, tolerance, distances or {}, repeated)
-    parts = (_survival(run, ours, theirs), steps, samples, weights, _losses(ours, theirs, strike_ns, tolerance))
+    parts = (_survival(run, twin, ours, theirs), steps, samples, weights, _losses(ours, theirs, strike_ns, tolerance))
     return ExternalVerdict(parts, repeated, lost, lost_samples, doubled, first)
 
 
@@ -149,18 +149,30 @@ def _counted(reports: Iterable[StepReport]) -> dict[_Key, StepReport]:
     return kept
 
 
-def _repeated(reports: Iterable[StepReport]) -> dict[int, int]:
-    times = Counter((report.rank, report.step) for report in reports)
+def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> dict[int, int]:
+    """Returns how often each repeated step was executed.
+
+    Several ranks may report one step as the same rank, if the source knows none; the twin's reports show how many.
+    """
+    usual = Counter((report.rank, report.step) for report in of_twin)
     most: dict[int, int] = {}
-    for (_, step), count in times.items():
-        most[step] = max(count, most.get(step, 0))
+    for key, count in Counter((report.rank, report.step) for report in reports).items():
+        most[key[1]] = max(-(-count // max(1, usual[key])), most.get(key[1], 0))
     return {step: count for step, count in sorted(most.items()) if count > 1}
 
 
-def _survival(run: JobReports, ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport]) -> PartVerdict:
+def _survival(
+    run: JobReports,
+    twin: JobReports | None,
+    ours: Mapping[_Key, StepReport],
+    theirs: Mapping[_Key, StepReport],
+) -> PartVerdict:
     last, goal = (max((step for _, step in kept), default=None) for kept in (ours, theirs))
     ended = "" if run.exit_code is None else f"exit code {run.exit_code}, "
     reached = "no step was reported" if last is None else f"reached step {last}"
+    if twin is not None and twin.exit_code:
+        text = f"{ended}{reached}; the twin, without a fault, ended with exit code {twin.exit_code} itself"
+        return PartVerdict("survival", "not compared", text)
     if run.exit_code or (goal is not None and (last is None or last < goal)):
         of = "" if goal is None else f" of {goal}"
         return PartVerdict("survival", "different", f"the job did not survive: {ended}{reached}{of}")
