@@ -114,7 +114,7 @@ def _in_text(text: str, path: Path) -> Iterator[Sign]:
 
 def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> Sign:
     groups, (number, line) = match.groupdict(), _line(text, match.start())
-    rank = next((int(found) for name in ("rank", "local_rank", "pod") if (found := groups.get(name))), None)
+    rank = next((int(digits) for name in ("rank", "local_rank", "pod") if (digits := groups.get(name))), None)
     do, question = "", ""
     if word := groups.get("word"):
         do = _BY_WORD[word.lower()]

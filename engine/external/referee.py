@@ -66,6 +66,7 @@ from engine.runtime.process.prctl import adopting
 
 VARIABLE = "BAMBOO_PROGRESS"  # names the folder of reports to the job
 _TICK_S = 0.005
+_CALM_S = 0.02  # the same when every fault has struck
 _LOOK_NS = 20_000_000  # between two looks for new processes
 _ASK_NS = 500_000_000  # between two looks whether the job trains on, and how long it must
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL of a command that this process ends
@@ -140,7 +141,7 @@ class Referee:
                     self._end(process)
                 number = interrupts.first
                 self._note(CommandEnded(now_ns(), number if why == "interrupt" else process.poll(), why))
-                leftovers = self._left() if why == "exit" else []
+                leftovers = self._left() if why == "exit" else None
             finally:
                 descendants.end_adopted(mark, {sweeper}, {process.pid})
                 self._read_output()
@@ -160,9 +161,9 @@ class Referee:
             self._note(CommandEnded(now_ns(), interrupts.first, "attached" if why == "exit" else why))
         finally:
             self._close()
-        return self._result([])
+        return self._result(None)
 
-    def _result(self, leftovers: Sequence[str]) -> ExternalRun:
+    def _result(self, leftovers: Sequence[str] | None) -> ExternalRun:
         return ExternalRun(self.events, leftovers, self._source.unread, *reported_states(self._progress))
 
     def _close(self) -> None:
@@ -217,7 +218,10 @@ class Referee:
     def _wait(self, descriptors: list[int]) -> None:
         """Waits for output, an end, a signal or the next tick."""
         now = now_ns()
-        waits = [_TICK_S * 1e9, *([self._queue[0][0] - now] if self._queue else [])]
+        waits = [
+            (_TICK_S if self._pending.left else _CALM_S) * 1e9,
+            *([self._queue[0][0] - now] if self._queue else []),
+        ]
         if (wait_ns := least_wait_ns(self._pending.left, self._pending.came_ns, now)) is not None:
             waits.append(wait_ns)
         poll = select.poll()

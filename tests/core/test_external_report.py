@@ -153,3 +153,11 @@ def test_survivors_that_go_on_lose_nothing() -> None:
     (recovery,) = ExternalRun(events).recoveries()
     assert recovery.stall is not None and recovery.stall.least_ns == (900 - 501 - 100) * MS
     assert recovery.lost_steps == 0
+
+
+def test_an_interrupted_run_decides_nothing() -> None:
+    events = [each for each in restarted().events if each.at_ns < 650 * MS]
+    run = ExternalRun([*events, CommandEnded(660 * MS, 2, "interrupt")], None)
+    checks = external_checks(SCENARIO, run)
+    assert {each.result for each in checks} == {"not judged"}
+    assert (ExternalResult(run, checks).verdict_word, ExternalResult(run, checks).exit_code) == ("interrupted", 130)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from engine.core.errors import UserError
 from engine.core.faults.external import ExternalMoment, ExternalTarget
 from engine.external.kinds import external_kinds
 from engine.files.jobs.external_file import LoadedExternal, external_document, is_external, load_external
+from engine.files.jobs.forms import external_schema
 from engine.files.jobs.library import library
 from engine.files.strict_yaml import read_text
 from engine.runtime.faults.registry import kinds
@@ -80,3 +84,12 @@ def test_the_shipped_scenarios_fit_a_job_of_two_ranks(path: Path) -> None:
     document = external_document(f"external/{path.stem}")
     assert document is not None and is_external(document)
     assert load_external(path, document, external_kinds(kinds()), TORCHRUN).scenario.name == path.stem
+
+
+def test_the_schema_of_editors_knows_the_keys_and_no_others() -> None:
+    schema = external_schema(external_kinds(kinds()))
+    text = json.loads((library() / "external" / "scenario.schema.json").read_text())
+    assert text == schema and schema["additionalProperties"] is False
+    jsonschema.validate(yaml.safe_load((library() / "external" / "kill-rank.yaml").read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"version": 1, "name": "a", "about": "b", "faults": [{"do": "kill", "at": {}}]}, schema)

@@ -152,13 +152,13 @@ class ExternalRecovery:
 
 @dataclass(frozen=True, slots=True)
 class ExternalRun:
-    """One run of a job: its events in the order of their times, and the processes that were left at its end.
+    """One run of a job: its events in the order of their times, and the processes that were left at its end, if known.
 
     `unread` counts the reports of steps that could not be read, `unread_states` those of states.
     """
 
     events: Sequence[ExternalEvent]
-    leftovers: Sequence[str] = ()
+    leftovers: Sequence[str] | None = ()
     unread: int = 0
     states: Sequence[StateReport] = ()
     unread_states: int = 0
@@ -305,7 +305,7 @@ class _Group:
         old = {each.process for each in before}
         if not after or any(each.process in old and each.process for each in after):
             return 0
-        return max(0, newest - min(each.step for each in after[: USUAL * len(old)]) + 1)
+        return max(0, newest - min(each.step for each in after[: USUAL * (len(old) or 1)]) + 1)
 
 
 # The checks of a run.
@@ -329,11 +329,12 @@ def external_checks(
         if getattr(expect, name) is not None:
             checks.append(_like_twin(name, part, with_twin))
     if expect.leftovers is not None:
-        checks.append(judged("leftovers", not run.leftovers, ", ".join(run.leftovers) or "none"))
+        left, unknown = run.leftovers, Check("leftovers", "invalid", "the command did not end by itself")
+        checks.append(unknown if left is None else judged("leftovers", not left, ", ".join(left) or "none"))
     if expect.recovery is not None:
         checks += limit_checks(expect.recovery, recoveries)
     if run.end.why == "interrupt":
-        return tuple(one if one.result == "failed" else replace(one, result="not judged") for one in checks)
+        return tuple(replace(check, result="not judged") for check in checks)
     return tuple(checks)
 
 
@@ -363,6 +364,8 @@ def _outcome(scenario: ExternalScenario, run: ExternalRun, recoveries: Sequence[
     trained = "" if newest < 0 else f", the newest step is {newest}"
     has_stopped = bool(run.of(StepReport)) and any(each.resume_ns is None for each in recoveries)
     is_short = scenario.steps is not None and newest + 1 < scenario.steps
+    if end.why == "interrupt":
+        return Check("outcome", "invalid", f"the run was interrupted{trained}")
     if end.why == "timeout":
         outcome, text = "failed", "the command did not end in time"
     elif end.why == "attached":

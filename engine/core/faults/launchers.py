@@ -17,7 +17,7 @@ class Launcher:
     `programs` name it in a command, as programs or modules. The first of `variables` that is in the environment of a
     process is its rank; with `group`, the rank counts the ranks of the groups before. `root_rank` is that of the
     command itself where no variable says one. `num_ranks` finds their number in the command. `blame` has a group
-    `rank`, `local_rank` or `pid`; a line that it fits is the launcher's first notice too, as is one that `notice` fits.
+    for a rank or a pid; a line that it fits is the launcher's first notice too, as is one that `notice` fits.
     """
 
     name: str

@@ -389,6 +389,14 @@ def scenario_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
     return _json_schema(_form("Scenario", SCENARIO, **keys), "a bamboo scenario")
 
 
+def external_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
+    """Returns the JSON schema of scenarios for jobs of other launchers, in which a fault is one of `kinds`."""
+    fault: Any = Union[tuple(external_fault_form(name, tuple(kinds.values())) for name in kinds)]  # noqa: UP007 - as above
+    about = EXTERNAL.model_fields["faults"].description or ""
+    whole = _form("ExternalScenario", EXTERNAL, faults=_key(Annotated[list[fault], MinLen(1)], about, ...))
+    return _json_schema(whole, "a bamboo scenario for a job of another launcher")
+
+
 def matrix_schema() -> dict[str, Any]:
     """Returns the JSON schema of matrix files; cases are hardly restricted, because $axis may replace any value."""
     case: Any = CASE
