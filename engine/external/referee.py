@@ -122,7 +122,7 @@ class Referee:
         self._reported: set[int] = set()  # pids
         self._files: dict[str, tuple[int, int]] | None = None
         self._look_ns = self._asked_ns = 0
-        self._output_fd = -1
+        self._output_fd = self._stopping_fd = -1
 
     def run(self, interrupts: Interrupts) -> ExternalRun:
         """Runs the command to its end, to its time limit or to a signal; raises UserError if it cannot be started."""
@@ -152,14 +152,15 @@ class Referee:
     def attach(self, root: int, interrupts: Interrupts) -> ExternalRun:
         """Strikes a job that runs already, the descendants of a process, until it trains on; leaves it running."""
         self._processes = JobProcesses(self._scenario.launcher, "", root)
+        stopped_fd, self._stopping_fd = os.pipe()
+        waker = subprocesses.start(subprocesses.module("engine.external.wake_up", str(stopped_fd)), fd=stopped_fd)
+        os.close(stopped_fd)
         try:
             why = self._watch(root, interrupts)
-            for strike in self._strikes:
-                if strike.last == signal.SIGSTOP:
-                    for victim in strike.victims:
-                        victim.send(signal.SIGCONT)
             self._note(CommandEnded(now_ns(), interrupts.first, "attached" if why == "exit" else why))
         finally:
+            os.close(self._stopping_fd)  # what stands still goes on
+            subprocesses.end(waker, _GONE_S)
             self._close()
         return self._result(None)
 
@@ -336,6 +337,8 @@ class Referee:
 
     def _send(self, strike: _Strike, timed: TimedSignal) -> bool:
         """Sends a signal to all victims and plans the next one; returns whether any victim lived."""
+        if timed.number == signal.SIGSTOP and self._stopping_fd >= 0:
+            os.write(self._stopping_fd, "".join(f"{victim.pid}\n" for victim in strike.victims).encode())
         has_reached = [victim.send(timed.number) for victim in strike.victims]
         strike.last = timed.number
         following = next(strike.signals, None)

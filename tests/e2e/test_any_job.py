@@ -97,4 +97,15 @@ def test_a_job_that_runs_already_is_struck_and_left_running(launch: Launch, tmp_
         (run,) = json.loads(done.stdout)["runs"]
         assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
         assert run["recoveries"][0]["resumed"] and job.poll() is None
+        (tmp_path / "stop.yaml").write_text(
+            f"{HEAD}faults:\n  - {{at: {{after: 0s}}, target: {{rank: 1}}, do: stop}}\n"
+        )
+        killed = launch("inject", str(tmp_path / "stop.yaml"), "--attach", str(job.pid))
+        events = killed.folder / "results/external/latest/events.jsonl"
+        killed.wait_until(lambda: events.exists() and "stands still" in events.read_text())
+        killed.process.kill()  # the rank that stands still goes on
+        reached, until_s = (tmp_path / "step-1").read_text(), time.monotonic() + 5
+        while (tmp_path / "step-1").read_text() == reached and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert (tmp_path / "step-1").read_text() != reached
         job.terminate()
