@@ -66,6 +66,7 @@ def test_a_restart_has_its_phases_its_stall_and_its_lost_steps() -> None:
 
 def test_all_expectations_of_a_good_run_pass() -> None:
     run = restarted()
+    assert external_checks(SCENARIO, run)[0].text == "first: struck 1.0 ms after step 5, the process has ended"
     assert {each.name: each.result for each in external_checks(SCENARIO, run)} == dict.fromkeys(
         ("faults", "outcome", "steps_lost", "culprit", "leftovers"), "passed"
     )

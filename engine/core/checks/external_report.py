@@ -355,8 +355,19 @@ def _all_struck(faults: Sequence[ExternalFault], run: ExternalRun) -> Check:
     ]
     if wrong and not run.of(StepReport):
         wrong[0] += "; no rank has reported a step: call bamboo.progress(step) in it, or give `progress:` a pattern"
-    seen = "; ".join(f"{each.fault}: {each.how}" for each in effects.values())
+    seen = "; ".join(f"{fault.id}: {_after_moment(fault, run)}{effects[fault.id].how}" for fault in faults if not wrong)
     return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or seen)
+
+
+def _after_moment(fault: ExternalFault, run: ExternalRun) -> str:
+    """Returns in words how late a fault at a step has struck; empty for another moment."""
+    step, rank = fault.moment.step, fault.moment.rank
+    strikes = [each.at_ns for each in run.of(StrikeMade) if each.fault == fault.id]
+    if step is None or not strikes or fault.moment.delay_ns:
+        return ""
+    own = (each for each in run.of(StepReport) if rank is None or each.rank in (rank, None))
+    moment_ns = next((each.at_ns for each in own if each.step >= step), strikes[0])
+    return f"struck {max(0, strikes[0] - moment_ns) / 1e6:.1f} ms after step {step}, "
 
 
 def _outcome(scenario: ExternalScenario, run: ExternalRun, recoveries: Sequence[ExternalRecovery]) -> Check:

@@ -73,7 +73,7 @@ LAUNCHERS = {
             "deepspeed",
             ("deepspeed", "deepspeed.launcher.launch"),
             num_ranks=r"--num_gpus[= ](\d+)",
-            blame=r"Killing subprocess (?P<pid>\d+)",
+            notice=r"Killing subprocess \d+",
         ),
         # The command itself is rank 0, and starts the others with LOCAL_RANK.
         Launcher(
