@@ -20,11 +20,10 @@ from engine.external.referee import JOB_FOLDER, VARIABLE, Referee
 from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.host_facts import host_facts
 from engine.files.jobs.external_file import LoadedExternal
+from engine.files.jobs.library import EXTERNAL_FOLDER
 from engine.files.run_folder import RunFolder, create_run_folder, run_json_text
 from engine.runtime.process.interrupts import Interrupts
 from engine.runtime.process.subprocesses import ask
-
-EXTERNAL = "external"  # in a folder of results: its other runs are bamboo's own jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,9 @@ def run_external(
     reported = _reported_by(root) if root is not None else None
     if root is None and shutil.which(scenario.command[0]) is None:
         raise UserError([Problem("command", "a program that can be started", repr(scenario.command[0]))])
-    folder = create_run_folder(results / EXTERNAL, scenario.name.lower(), datetime.now(), secrets.token_hex(2), say)
+    folder = create_run_folder(
+        results / EXTERNAL_FOLDER, scenario.name.lower(), datetime.now(), secrets.token_hex(2), say
+    )
     facts = _facts(loaded)
     write_atomically(folder.run_json, run_json_text(facts))
     if root is None:

@@ -10,7 +10,7 @@ from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
 SUFFIX = ".yaml"
 _SUFFIXES = (SUFFIX, ".yml", ".json")
-EXTERNAL_FOLDER = "external"  # of the scenarios for jobs of other launchers
+EXTERNAL_FOLDER = "external"  # of what is about jobs of other launchers, here and in a folder of results
 _MATRIX_PREFIX = "matrix-"
 
 
