@@ -47,7 +47,7 @@ def main() -> None:
         ranks = [
             subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": str(rank)}) for rank in (0, 1)
         ]
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+        signal.signal(signal.SIGTERM, lambda number, frame: [*map(subprocess.Popen.kill, ranks), sys.exit(1)])  # noqa: B023
         while all(each.poll() in (None, 0) for each in ranks) and any(each.poll() is None for each in ranks):
             time.sleep(0.01)
         failed = [(number, each) for number, each in enumerate(ranks) if each.poll() not in (None, 0)]
