@@ -16,6 +16,7 @@ _PLACES = {
     **dict.fromkeys(("train", "resume", "dry_run", "TrainingRun"), "engine.api.training"),
     "load_weights": "engine.api.weights",
     "Callback": "engine.observers.loggers",
+    **dict.fromkeys(("progress", "fingerprint"), "bamboo.progress_lines"),
     **dict.fromkeys(("BambooError", "UserError", "ExitCode"), "engine.core.errors"),
 }
 _NAMES = {"Callback": "Logger"}  # where a module has another name
@@ -27,7 +28,9 @@ __all__ = [  # the names of the table above
     "TrainingRun",
     "UserError",
     "dry_run",
+    "fingerprint",
     "load_weights",
+    "progress",
     "resume",
     "testing",
     "train",
@@ -39,7 +42,8 @@ def __getattr__(name: str) -> object:
     if name == "testing":
         return importlib.import_module("bamboo.testing")
     if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), _NAMES.get(name, name))
+        value = getattr(importlib.import_module(_PLACES[name]), _NAMES.get(name, name))
+        return globals().setdefault(name, value)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,6 @@
 from bamboo import testing as testing
+from bamboo.progress_lines import fingerprint as fingerprint
+from bamboo.progress_lines import progress as progress
 from engine.api.training import TrainingRun as TrainingRun
 from engine.api.training import dry_run as dry_run
 from engine.api.training import resume as resume
@@ -16,7 +18,9 @@ __all__ = [
     "TrainingRun",
     "UserError",
     "dry_run",
+    "fingerprint",
     "load_weights",
+    "progress",
     "resume",
     "testing",
     "train",

@@ -31,6 +31,7 @@ COMMANDS = {
     "launch": "Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.",
     "status": "Show the stage owners, step, heartbeats and verdicts of a run, from its etcd or else from its events.",
     "inject": "Run a scenario (job, faults and fault-free twin), then check its expectations.",
+    "learn": "Write a scenario from the logs of a real failure, with the lines that it follows from as comments.",
     "validate": "Check scenario, matrix and job files: valid fields, faults that can strike, victims that exist.",
     "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a scenario matrix.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +26,7 @@ from engine.core.errors import Problem, UserError, problems_of
 from engine.core.hosts.ends import USUAL_S
 
 if TYPE_CHECKING:
+    from engine.core.job.job_rules import JobParts
     from engine.files.jobs.scenario_file import LoadedScenario
     from engine.files.run_folder import RunFolder
     from engine.harness.case import CaseResult
@@ -48,6 +49,14 @@ _File = Annotated[
         autocompletion=completion.scenarios,
     ),
 ]
+_Command = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- COMMAND",
+        help="the command that starts the job of another launcher, such as -- torchrun train.py",
+        show_default=False,
+    ),
+]
 _Scenario = Annotated[
     str,
     typer.Option(
@@ -67,6 +76,16 @@ _Run = Annotated[
         autocompletion=completion.runs,
     ),
 ]
+_Pid = Annotated[
+    int,
+    typer.Option(
+        "--attach",
+        metavar="PID",
+        help="Strike the job of another launcher that runs below this process, and leave it running.",
+        show_default=False,
+        min=0,
+    ),
+]
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; repeatable.")
 ]
@@ -76,8 +95,10 @@ _Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choice
 
 def inject(
     file: _File = "",
+    command: _Command = None,
     scenario: _Scenario = "",
     run: _Run = "",
+    attach: _Pid = 0,
     settings: _Settings = None,
     seed: _Seed = None,
     repeat: Annotated[int, typer.Option("--repeat", help="Number of repetitions.", min=1)] = 1,
@@ -93,13 +114,14 @@ def inject(
     lease_s: BedLease = USUAL_S,
 ) -> None:
     """Run a scenario (job, faults and fault-free twin), then check its expectations."""
+    own = {"--run": run, "--set": settings, "--seed": seed, "--etcd": etcd, "--hosts": hosts}
+    _inject_other(file, scenario, command or (), own, results, (repeat, dry_run, tee, as_json, trust_code, attach))
     from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
-    from engine.harness.attach import as_of_now
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
-    changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] if results is not None else [])]
+    changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] * (results is not None))]
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
 
     def load() -> LoadedScenario:
@@ -114,16 +136,36 @@ def inject(
     refuse_job_on_bed(hosts, lease_s, loaded)
     folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
     if dry_run:
-        tell_untrusted(loaded.foreign if folder is None else (), acting)
-        _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
-        return
+        raise typer.Exit(_print_plan(loaded, folder, acting, as_json))
     if folder is not None:
         cases = _attach(loaded, folder, as_json)
     else:
-        echo(f"job: {loaded.job_from}", err=True)
         on_bed = partial(_run_on_bed, loaded, repeat, as_json, hosts, lease_s)
         cases = on_bed() if hosts else _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
+
+
+def _inject_other(
+    file: str,
+    scenario: str,
+    words: Sequence[str],
+    own: Mapping[str, object],
+    results: Path | None,
+    asked: tuple[int, bool, bool, bool, bool, int],
+) -> None:
+    """Runs a scenario for a job of another launcher, and exits with its code; returns if it is for bamboo's own."""
+    from engine.files.jobs.external_file import external_document
+    from engine.files.jobs.library import find_scenario
+    from engine.files.strict_yaml import read_yaml
+
+    name, command = (scenario, [file, *words] if file else []) if scenario else (file, words)
+    if not name or not (
+        document := read_yaml(find_scenario(name)) if command or asked[-1] else external_document(name)
+    ):
+        return
+    from bamboo_cli.inject_external import Asked, inject_external
+
+    raise typer.Exit(inject_external(document, command, own, Asked(results or Path("results"), *asked)))
 
 
 def _one_of(file: str, scenario: str) -> str:
@@ -176,6 +218,7 @@ def _run(
     from engine.runtime.process.interrupts import holding
 
     store = etcd_settings(etcd, plain_http)
+    echo(f"job: {loaded.job_from}", err=True)
     cases: list[CaseResult] = []
     mark_processes()
     with holding() as interrupts, ForkServer() as server:  # for all runs: its start takes as long as a short job
@@ -194,6 +237,7 @@ def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, 
     from engine.harness.leak_check import mark_processes
     from engine.runtime.process.interrupts import holding
 
+    echo(f"job: {loaded.job_from}", err=True)
     cases: list[CaseResult] = []
     mark_processes()
     with holding() as interrupts:
@@ -205,7 +249,17 @@ def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, 
     return cases
 
 
-def _print_plan(loaded: LoadedScenario, as_json: bool) -> None:
+def _print_plan(loaded: LoadedScenario, folder: RunFolder | None, acting: JobParts, as_json: bool) -> int:
+    """Prints the faults of a scenario, or of one for a run that is going, as of now; returns the exit code."""
+    from engine.harness.attach import as_of_now
+
+    tell_untrusted(loaded.foreign if folder is None else (), acting)
+    loaded = loaded if folder is None else as_of_now(loaded, folder)
+    _print_faults(loaded, as_json)
+    return 0
+
+
+def _print_faults(loaded: LoadedScenario, as_json: bool) -> None:
     from bamboo_cli.plan import NOT_CALLED, NOT_COUNTED, faults_as_plain
     from engine.core.faults.scenario import Every
 

@@ -141,10 +141,14 @@ def find(results: Path, run: str | None) -> RunFolder:
 
     Raises NothingMatchedError if there is no such run, if it has no events yet, or if it is a matrix.
     """
+    from engine.files.jobs.library import EXTERNAL_FOLDER
     from engine.files.matrix_results import RESULTS
     from engine.files.run_folder import find_run
 
     folder = find_run(results, run)
+    if folder.path.parent.name == EXTERNAL_FOLDER:
+        hint = f"its result is in {folder.run_json}"
+        raise UserError([Problem("run", "a run of bamboo's own", "one of another launcher", hint)])
     if (folder.path / RESULTS).is_file():
         told = f"{str(folder.path)!r} is the folder of a matrix: its page is {folder.path / 'report.html'}"
         runs = shlex.quote(str(folder.path / "runs"))

@@ -1,4 +1,4 @@
-"""`bamboo schema`: the JSON schema of scenario, matrix or job files, for editors."""
+"""`bamboo schema`: the JSON schema of scenario, matrix or job files, and of scenarios for other jobs, for editors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Files(StrEnum):
     SCENARIO = "scenario"
     MATRIX = "matrix"
     JOB = "job"
+    EXTERNAL = "external"
 
 
 def schema(
@@ -32,11 +33,17 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON schema of scenario, matrix or job files."""
+    from engine.external.kinds import external_kinds
     from engine.files.atomic_write import write_named
-    from engine.files.jobs.forms import job_schema, matrix_schema, scenario_schema
+    from engine.files.jobs.forms import external_schema, job_schema, matrix_schema, scenario_schema
     from engine.runtime.faults.registry import kinds
 
-    schemas = {Files.SCENARIO: lambda: scenario_schema(kinds()), Files.MATRIX: matrix_schema, Files.JOB: job_schema}
+    schemas = {
+        Files.SCENARIO: lambda: scenario_schema(kinds()),
+        Files.MATRIX: matrix_schema,
+        Files.JOB: job_schema,
+        Files.EXTERNAL: lambda: external_schema(external_kinds(kinds())),
+    }
     text = json.dumps(schemas[of](), indent=2)
     if output is None:
         echo(text)

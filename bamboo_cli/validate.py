@@ -65,20 +65,27 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns the content of a file in words and as plain values; raises BambooError for a wrong file."""
     from engine.core.faults.fault import ANY_HOSTS
+    from engine.external.kinds import external_kinds
+    from engine.files.jobs.external_file import is_external, load_external
     from engine.files.jobs.job_file import merge
     from engine.files.jobs.job_layers import file_layer, kind_of
-    from engine.files.jobs.library import find_file, library_names
+    from engine.files.jobs.library import find_external, find_file, library_names
     from engine.files.jobs.matrix_file import read_matrix
     from engine.files.jobs.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
     from engine.harness.job_checks import readable
     from engine.runtime.faults.registry import kinds
 
-    path = find_file(name, "scenario, matrix or job", library_names())
+    path = find_external(name) or find_file(name, "scenario, matrix or job", library_names())
     document = read_yaml(path)
     if document.value is None and not document.problems:
         expected = "a scenario, a matrix or a job"
         raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
+    if is_external(document):
+        scenario = load_external(path, document, external_kinds(kinds()), is_run=False).scenario
+        faults = [fault.in_words() for fault in scenario.faults]
+        text = f"{counted(len(faults), 'fault')}, expects {scenario.expect.outcome}; launcher: {scenario.launcher.name}"
+        return text, {"faults": faults, "launcher": scenario.launcher.name}
     kind = kind_of(document)
     if kind == "matrix":
         matrix = read_matrix(str(path), kinds(), offered=readable)

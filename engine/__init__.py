@@ -17,7 +17,7 @@ block: a part of a stage that is a slot by itself, in a job with more than one o
 slot: (pipeline, stage) or (pipeline, block), the unit that a worker owns.
 grid: all slots of a job, with its number of microbatches.
 worker: a process that owns slots and computes on them.
-rank: the place of a worker among the members of one epoch, and nothing more.
+rank: the place of a worker among the members of one epoch; in a job of another launcher, a process by its number.
 step: one optimizer step of the whole job.
 sample: one input of the model with its target.
 microbatch: the part of a step's samples that passes through a pipeline at once.
@@ -90,7 +90,7 @@ rendezvous: the keys that the members of an epoch tell each other to form a grou
 
 Processes:
 
-launcher: the process of the command line, which starts a run.
+launcher: the process of the command line, which starts a run; another launcher, such as torchrun, starts other jobs.
 agent: the part of the launcher that starts, watches and ends the workers of its host.
 coordinator: the part of the agent that decides on membership.
 standby: a waiting worker that was started with the run.

@@ -27,6 +27,7 @@ core.hosts: core.history core.job
 core.job: core.program
 core.program:
 core.protocol: core.history core.job core.program
+external: core.checks core.faults core.history core.job files files.jobs runtime.process runtime.stage
 files: codec core.checks core.history core.job
 files.jobs: codec core.checks core.faults core.job core.program files
 harness: codec core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models
@@ -51,7 +52,7 @@ runtime.worker: codec core.checks core.faults core.history core.job core.program
 
 ROOMS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("engine", "engine.core", "engine.runtime"), frozenset()),
-    "bamboo": frozenset({"engine.api"}),
+    "bamboo": frozenset({"engine.api", "engine.external"}),
 }
 for _line in _TABLE.replace("\n    ", " ").split("\n"):
     _room, _, _others = _line.partition(":")

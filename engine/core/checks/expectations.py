@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.action import Op
 from engine.core.checks.recoveries import Recovery, Stall, quantile, recoveries
@@ -183,21 +183,21 @@ def check(
         checks.append(_trajectory(expect.trajectory, run))
     if expect.steps_lost is not None:
         lost = sum(recovery.lost_steps for recovery in run.recoveries)
-        checks.append(_judged("steps_lost", lost <= expect.steps_lost, f"{lost} lost, {expect.steps_lost} at most"))
+        checks.append(judged("steps_lost", lost <= expect.steps_lost, f"{lost} lost, {expect.steps_lost} at most"))
     if expect.samples is not None:
         wrong = run.miscounted(job)
         text = "every committed step counted every sample once"
         if left_out := sum(last + 1 - first for first, last in left_out_steps(run.history)):
             text += f"; {counted(left_out, 'step')} not checked, as their actions were left out"
-        checks.append(_judged("samples", not wrong, _first(wrong) or text))
+        checks.append(judged("samples", not wrong, _first(wrong) or text))
     if expect.culprit is not None:
         checks.append(_culprit(expect.culprit, faults, kinds, run))
     if expect.leftovers is not None:
         left = run.leftovers
         unknown = Check("leftovers", "invalid", "not checked")
-        checks.append(unknown if left is None else _judged("leftovers", not left, _first(left) or "none"))
+        checks.append(unknown if left is None else judged("leftovers", not left, _first(left) or "none"))
     if expect.recovery is not None:
-        checks += _limits(expect.recovery, run.recoveries)
+        checks += limit_checks(expect.recovery, run.recoveries)
     return tuple(checks)
 
 
@@ -248,7 +248,8 @@ def exit_code(checks: Sequence[Check], run: Observation) -> ExitCode:
     }[verdict(checks)]
 
 
-def _judged(name: str, good: bool, text: str) -> Check:
+def judged(name: str, good: bool, text: str) -> Check:
+    """Returns a check that has passed or failed."""
     return Check(name, "passed" if good else "failed", text)
 
 
@@ -302,7 +303,7 @@ def _outcome(expect: Expect, run: Observation) -> Check:
     notice = next((each.notice for each in run.of(FailedRecord) if each.notice), "") if run.exit_code else ""
     outcome = _with_notice("noticed", notice) if notice else _OUTCOMES.get(run.exit_code, "not recovered")
     text = outcome if outcome == expected else f"{outcome}, but {expected} was expected{why}"
-    return _judged("outcome", outcome == expected, text)
+    return judged("outcome", outcome == expected, text)
 
 
 def _with_notice(outcome: str, notice: str) -> str:
@@ -340,10 +341,27 @@ def _culprit(
     wrong = [f"worker {worker} was evicted, and should not have been" for worker in sorted(out - struck)]
     wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
     named = numbered("worker", sorted(out & struck)) if out & struck else "nobody"
-    return _judged("culprit", not wrong, _first(wrong) or f"evicted: {named}")
+    return judged("culprit", not wrong, _first(wrong) or f"evicted: {named}")
 
 
-def _limits(limits: Limits, recoveries: Sequence[Recovery]) -> Iterator[Check]:
+class TimedRecovery(Protocol):
+    """A recovery with the times that limits are about."""
+
+    @property
+    def stall(self) -> Stall | None:
+        """The time that training stalled, if it is known."""
+
+    @property
+    def resume_ns(self) -> int | None:
+        """When training resumed, if it did."""
+
+    @property
+    def phases_ns(self) -> Mapping[str, int]:
+        """The time that each phase took."""
+
+
+def limit_checks(limits: Limits, recoveries: Sequence[TimedRecovery]) -> Iterator[Check]:
+    """Yields the check of each limit."""
     stalls = [each.stall for each in recoveries if each.stall and each.resume_ns is not None]
     if not stalls:
         yield Check("recovery", "invalid", "there was no recovery to time")
@@ -358,7 +376,7 @@ def _limits(limits: Limits, recoveries: Sequence[Recovery]) -> Iterator[Check]:
             yield Check(name, "invalid", "no recovery had this phase")
         else:
             text = f"{longest_ns / 1e6:.1f} ms, {duration_text(limit)} at most"
-            yield _judged(name, longest_ns <= limit, text)
+            yield judged(name, longest_ns <= limit, text)
 
 
 def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
@@ -366,7 +384,7 @@ def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
     text = f"training stalled for {stall}; {duration_text(limit_ns)} allowed"
     if stall.least_ns <= limit_ns and (stall.most_ns is None or stall.most_ns > limit_ns):
         return Check(name, "invalid", text)
-    return _judged(name, stall.least_ns <= limit_ns, text)
+    return judged(name, stall.least_ns <= limit_ns, text)
 
 
 # Checks of a run whose hosts were struck: one epoch for each host lost, the other processes go on, who ended how.

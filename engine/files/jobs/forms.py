@@ -32,6 +32,13 @@ from pydantic_core import core_schema
 from engine.core.action import Op
 from engine.core.checks.recoveries import PHASES as TIMED_PHASES
 from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
+from engine.core.faults.external import (
+    EXTERNAL_PHASES,
+    ExternalExpect,
+    ExternalMoment,
+    ExternalProgress,
+    ExternalTarget,
+)
 from engine.core.faults.fault import (
     HOST_PATTERN,
     MOST_CHARACTERS,
@@ -44,6 +51,7 @@ from engine.core.faults.fault import (
     RoleName,
     When,
 )
+from engine.core.faults.launchers import LAUNCHERS
 from engine.core.faults.scenario import Every, Expect, Limits, Target
 from engine.core.units import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
@@ -141,7 +149,9 @@ _VERSION = Annotated[
     _Wording("1", if_absent=f"'version: {VERSION}' in the first line"),
 ]
 _MAPPING = Annotated[dict[str, Any], MinLen(1), _Wording("a mapping")]
+_RANKS = Annotated[list[Annotated[int, Field(ge=0)]], MinLen(1), _Wording("a list of ranks")]
 _AT_LEAST_ONE = _Wording("a list of at least one")
+_DO = Annotated[str, MinLen(1), _Wording("a kind of fault")]
 
 
 _A_JOB = _Wording("a mapping of fields, or the path of a job file")
@@ -265,6 +275,51 @@ MATRIX = _form(
     cases=_key(Annotated[list[Any], MinLen(1), _AT_LEAST_ONE], "scenarios, in which $axis stands for a value", ...),
 )
 
+# The forms of a scenario for a job of another launcher, and of its faults by kind.
+
+_SECONDS = _form("ExternalPhases", **{name: _key(_DURATION, f"{name}, at most") for name in EXTERNAL_PHASES})
+_EXTERNAL_AT = _form_of("ExternalAt", ExternalMoment)
+_EXTERNAL_AT.one_of = ("step", "progress", "after", "during")
+_EXTERNAL_FAULT = _form(
+    "ExternalFault",
+    id=_key(_AN_ID, "a name for it (default fault-N)"),
+    at=_key(_EXTERNAL_AT, "the moment at which it strikes", ...),
+    target=_key(_form_of("ExternalTarget", ExternalTarget, ranks=_RANKS), "the victim (default: the rank of `at`)"),
+)
+_PROGRESS = _form_of("ExternalProgress", ExternalProgress)
+_PROGRESS.one_of = ("output", "jsonl", "tensorboard")
+EXTERNAL = _form(
+    "ExternalScenario",
+    version=_key(_VERSION, "the version of the form of this file", ...),
+    name=_key(_NAME, "the scenario's name", ...),
+    about=_key(_SENTENCE, "the purpose of the scenario, in one sentence", ...),
+    command=_key(
+        Annotated[list[Annotated[str, _Wording("a word of a command")]], MinLen(1), _Wording("the words of a command")],
+        "the command that starts the job (default: the words behind --)",
+    ),
+    launcher=_key(Annotated[str, _Words(tuple(LAUNCHERS))], "the launcher (default: the one that the command names)"),
+    progress=_key(_PROGRESS, "where steps are read if no process calls bamboo.progress"),
+    steps=_key(_whole(1), "the steps of the whole job"),
+    checkpoint=_key(_SENTENCE, "a pattern of the paths of checkpoints"),
+    timeout=_key(_DURATION, "the time after which the job is ended (default 10m)"),
+    faults=_key(Annotated[list[Any], MinLen(1), _AT_LEAST_ONE], "the faults, with their targets and moments", ...),
+    expect=_key(
+        _form_of("ExternalExpect", ExternalExpect, recovery=_form_of("ExternalRecovery", Limits, phases_ns=_SECONDS)),
+        "the expectations of the run",
+    ),
+)
+
+
+@functools.cache
+def external_fault_form(name: str, kinds: tuple[FaultKind, ...]) -> type[Form]:
+    """Returns the form of a fault of this kind in a job of another launcher; of no kind, without parameters."""
+    kind = next((each for each in kinds if each.name == name), None)
+    if kind is None:
+        return _form("ExternalFault", _EXTERNAL_FAULT, do=_key(_DO, "the kind of the fault", ...))
+    keys = {each.name: _key(_parameter(each), each.about) for each in kind.parameters}
+    form = _form(name, _EXTERNAL_FAULT, do=_key(Literal[name], kind.about, ...), **keys)
+    return type(name, (form,), {"kind": kind, "__module__": __name__})
+
 
 @functools.cache
 def fault_form(name: str, kinds: tuple[FaultKind, ...]) -> type[Form]:
@@ -332,6 +387,14 @@ def scenario_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
     }
     keys = {name: _key(kind, SCENARIO.model_fields[name].description or "") for name, kind in other.items()}
     return _json_schema(_form("Scenario", SCENARIO, **keys), "a bamboo scenario")
+
+
+def external_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
+    """Returns the JSON schema of scenarios for jobs of other launchers, in which a fault is one of `kinds`."""
+    fault: Any = Union[tuple(external_fault_form(name, tuple(kinds.values())) for name in kinds)]  # noqa: UP007 - as above
+    about = EXTERNAL.model_fields["faults"].description or ""
+    whole = _form("ExternalScenario", EXTERNAL, faults=_key(Annotated[list[fault], MinLen(1)], about, ...))
+    return _json_schema(whole, "a bamboo scenario for a job of another launcher")
 
 
 def matrix_schema() -> dict[str, Any]:

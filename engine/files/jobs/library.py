@@ -10,6 +10,7 @@ from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
 SUFFIX = ".yaml"
 _SUFFIXES = (SUFFIX, ".yml", ".json")
+EXTERNAL_FOLDER = "external"  # of what is about jobs of other launchers, here and in a folder of results
 _MATRIX_PREFIX = "matrix-"
 
 
@@ -40,7 +41,13 @@ def find_scenario(name_or_path: str) -> Path:
     Raises:
         NothingMatchedError: the library has no scenario of this name.
     """
-    return find_file(name_or_path, "scenario", scenario_names())
+    return find_external(name_or_path) or find_file(name_or_path, "scenario", scenario_names())
+
+
+def find_external(name_or_path: str) -> Path | None:
+    """Returns the file of a shipped scenario for jobs of other launchers, such as ``external/kill-rank``; else None."""
+    path = library() / f"{name_or_path}{SUFFIX}"
+    return path if Path(name_or_path).parts[:-1] == (EXTERNAL_FOLDER,) and path.is_file() else None
 
 
 def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:

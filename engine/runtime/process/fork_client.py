@@ -11,8 +11,6 @@ import os
 import secrets
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,16 +129,7 @@ class ForkServer(Spawner):
         self._is_forking = False
         self._while_waiting: Callable[[], object] = lambda: None
         self._start()
-        self._start_sweeper()
-
-    def _start_sweeper(self) -> None:
-        """Starts the process that ends all descendants after SIGKILL of this process."""
-        ended_fd, self._alive_fd = os.pipe()
-        command = [sys.executable, "-I", "-S", descendants.__file__, str(ended_fd), self._mark]
-        # It has no other variable: it is no process of a run, and its environment has no mark.
-        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        self._sweeper = subprocesses.start(command, fd=ended_fd, log=subprocess.DEVNULL, environment=environment)
-        os.close(ended_fd)
+        self._sweeper, self._alive_fd = subprocesses.start_sweeper(self._mark)
 
     def _start(self) -> None:
         self._link, far = Link.pair()

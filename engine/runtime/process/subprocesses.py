@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from engine.core.errors import BambooError
+from engine.runtime.process import descendants
 from engine.runtime.process.interrupts import ctrl_c_held
 
 _GRACE_S = 1.0  # from an answer to the end of the program that gives it
@@ -68,6 +69,20 @@ def start(
             stderr=log,
             start_new_session=True,
         )
+
+
+def start_sweeper(mark: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts the process that ends all processes with a mark after SIGKILL of this process.
+
+    Returns it with the descriptor whose end it waits for.
+    """
+    ended_fd, alive_fd = os.pipe()
+    command = [sys.executable, "-I", "-S", descendants.__file__, str(ended_fd), mark]
+    # It has no other variable: it is no process of a run, and its environment has no mark.
+    environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    sweeper = start(command, fd=ended_fd, log=subprocess.DEVNULL, environment=environment)
+    os.close(ended_fd)
+    return sweeper, alive_fd
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int:

@@ -1,0 +1,109 @@
+"""Launchers of training jobs, one row each: how their ranks are recognised, and their words for a failure.
+
+Adding a launcher is adding a row. Patterns are searched in each line of the job's output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One launcher.
+
+    `programs` name it in a command, as programs or modules. The first of `variables` that is in the environment of a
+    process is its rank; with `group`, the rank counts the ranks of the groups before. `root_rank` is that of the
+    command itself where no variable says one. `num_ranks` finds their number in the command. `blame` has a group
+    for a rank or a pid; a line that it fits is the launcher's first notice too, as is one that `notice` fits.
+    """
+
+    name: str
+    programs: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    group: str = ""
+    root_rank: int | None = None
+    num_ranks: str = ""
+    several_hosts: str = ""
+    blame: str = ""
+    notice: str = ""
+    has_launcher: bool = True
+
+    def starts(self, words: Sequence[str]) -> int | None:
+        """Returns how many ranks a command starts on this host; None if its words do not say."""
+        text = " ".join(words)
+        if self.several_hosts and re.search(self.several_hosts, text):
+            return None
+        match = re.search(self.num_ranks, text) if self.num_ranks else None
+        return int(match[1]) if match else None
+
+    def rank_of(self, environment: Mapping[str, str]) -> int | None:
+        """Returns the rank of a process with this environment; None if it is none."""
+        rank = next((int(text) for name in self.variables if (text := environment.get(name, "")).isdecimal()), None)
+        group, size = environment.get(self.group, ""), environment.get("WORLD_SIZE", "")
+        if rank is not None and group.isdecimal() and size.isdecimal():
+            return int(group) * int(size) + rank
+        return rank
+
+
+_TORCHRUN = Launcher(
+    "torchrun",
+    ("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    num_ranks=r"--nproc[-_]per[-_]node[= ](\d+)",
+    several_hosts=r"--nnodes[= ](?!1(?::1)?(?: |$))",
+    blame=r"failed \(exitcode: \S+\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)",
+    notice=r"(?:Closing|Sending) process \d+ (?:via|closing) signal|worker group .*will restart",
+)
+PLAIN = Launcher("plain", root_rank=0, has_launcher=False)
+LAUNCHERS = {
+    launcher.name: launcher
+    for launcher in (
+        replace(_TORCHRUN, name="torchft", programs=("torchft",), group="REPLICA_GROUP_ID"),
+        _TORCHRUN,
+        replace(
+            _TORCHRUN,
+            name="accelerate",
+            programs=("accelerate", "accelerate.commands.launch"),
+            num_ranks=r"--num[-_]processes[= ](\d+)",
+            several_hosts=r"--num[-_]machines[= ](?!1\b)",
+        ),
+        Launcher(
+            "deepspeed",
+            ("deepspeed", "deepspeed.launcher.launch"),
+            num_ranks=r"--num_gpus[= ](\d+)",
+            notice=r"Killing subprocess \d+",
+        ),
+        # The command itself is rank 0, and starts the others with LOCAL_RANK.
+        Launcher(
+            "lightning",
+            ("lightning",),
+            ("RANK", "LOCAL_RANK"),
+            root_rank=0,
+            blame=r"Child process with PID (?P<pid>\d+) terminated",
+            has_launcher=False,
+        ),
+        Launcher("srun", ("srun",), blame=r"task (?P<rank>\d+): (?:Killed|Terminated|Exited)"),
+        Launcher("mpirun", ("mpirun", "mpiexec"), num_ranks=r" -(?:n|np) (\d+)", blame=r"rank (?P<rank>\d+) with PID"),
+        PLAIN,
+    )
+}
+
+
+def launcher_of(words: Sequence[str]) -> Launcher:
+    """Returns the launcher that a command names, behind any others such as `python -m`; else the plain one."""
+    names = [word.rpartition("/")[2] for word in words]
+    named = (launcher for launcher in LAUNCHERS.values() if any(name in launcher.programs for name in names))
+    return next(named, PLAIN)
+
+
+def blamed(launcher: Launcher, line: str) -> dict[str, int] | None:
+    """Returns the numbers by which a line of output blames a process, such as its pid; None if it blames none."""
+    match = re.search(launcher.blame, line) if launcher.blame else None
+    return None if match is None else {name: int(text) for name, text in match.groupdict().items() if text}
+
+
+def is_notice(launcher: Launcher, line: str) -> bool:
+    """Returns whether a line of output says that the launcher has noticed a failure."""
+    return any(pattern and re.search(pattern, line) is not None for pattern in (launcher.blame, launcher.notice))

@@ -1,0 +1,1 @@
+"""Jobs of other launchers: their progress, and their state as evidence."""

@@ -1,0 +1,187 @@
+"""The processes of a job of another launcher: which ones belong to it, which rank each is, and signals to them.
+
+Rules: a process belongs to the job if its environment has the mark of this run, or if its parent belongs to it. It is
+held by a pidfd, opened before anything is read about it, so a signal never reaches a process that has its number by
+now. A rank is the uppermost process with its number, but for shells; forks of it, such as loaders of data, are not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.core.faults.launchers import Launcher
+from engine.runtime.process.kernel import process_state
+from engine.runtime.process.subprocesses import is_readable
+
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class JobProcess:
+    """A process of the job; `rank` is None unless it is a rank, `number` the one in its environment."""
+
+    pid: int
+    pidfd: int
+    parent: int
+    began_ns: int  # on the monotonic clock
+    number: int | None = None
+    rank: int | None = None
+    is_below: bool = False  # below a rank, with its environment
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return is_readable(self.pidfd)
+
+    @property
+    def state(self) -> str | None:
+        """The state as a letter, such as T for stopped; None behind its end."""
+        return process_state(self.pid, self.pidfd)
+
+    def send(self, number: int) -> bool:
+        """Sends a signal; returns whether the process had not ended."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def words(self) -> str:
+        """Returns its command, empty behind its end."""
+        return _read(self.pid, "cmdline").replace("\0", " ").strip()
+
+
+@dataclass(slots=True)
+class JobProcesses:
+    """All processes of the job, found by `look`; `mark` is a line of the environment, or empty for a foreign job."""
+
+    launcher: Launcher
+    mark: str
+    root: int
+    alive: dict[int, JobProcess] = field(default_factory=dict)
+    ranks: dict[int, JobProcess] = field(default_factory=dict)  # the newest process of each, which may have ended
+    _others: set[int] = field(default_factory=set)  # processes that do not belong to the job
+
+    def look(self) -> tuple[list[JobProcess], list[JobProcess]]:
+        """Looks for processes; returns the ranks that have begun, and those that have ended, since the last look."""
+        ended = [process for process in self.alive.values() if process.has_ended]
+        for process in ended:
+            del self.alive[process.pid]
+        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._others &= there
+        # A parent has been there before its child, but its number may be higher.
+        opened = map(self._opened, sorted(there - self._others - self.alive.keys()))
+        new = [process for process in opened if process is not None]
+        while members := [process for process in new if self._belongs(process)]:
+            self.alive |= {process.pid: process for process in members}
+            new = [process for process in new if process.pid not in self.alive]
+        for process in new:
+            os.close(process.pidfd)
+            self._others.add(process.pid)
+        begun = [process for process in self.alive.values() if self._becomes_rank(process)]
+        for process in begun:
+            self.ranks[process.rank or 0] = process
+        return begun, [process for process in ended if process.rank is not None]
+
+    def rank(self, number: int) -> JobProcess | None:
+        """Returns the process of a rank that lives; None if there is none."""
+        process = self.ranks.get(number)
+        return None if process is None or process.has_ended else process
+
+    def launching(self) -> JobProcess | None:
+        """Returns the process that has started the ranks, the parent of the first one that lives; None without any."""
+        parents = (self.alive.get(process.parent) for process in self.ranks.values() if not process.has_ended)
+        return next((parent for parent in parents if parent is not None and parent.rank is None), None)
+
+    def children(self, of: JobProcess, pattern: str) -> list[JobProcess]:
+        """Returns the processes below a rank whose command a pattern fits."""
+        below: list[JobProcess] = []
+        level = {of.pid}
+        while level:
+            lower = [each for each in self.alive.values() if each.parent in level and not each.has_ended]
+            below, level = below + lower, {each.pid for each in lower}
+        return [process for process in below if re.search(pattern, process.words())]
+
+    def by_pid(self, pid: int) -> JobProcess | None:
+        """Returns the process of the job with this number; None if none lives."""
+        return self.alive.get(pid)
+
+    def take_rank(self, pid: int, rank: int) -> JobProcess | None:
+        """Takes a process that reports as a rank for one, if no environment said so; returns it if it is new."""
+        process = self.alive.get(pid)
+        if process is None or process.rank is not None or rank < 0:
+            return None
+        known = self.rank(rank)
+        if known is not None and known.number is not None:
+            return None
+        process.rank, self.ranks[rank] = rank, process
+        return process
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for process in {id(each): each for each in (*self.alive.values(), *self.ranks.values())}.values():
+            os.close(process.pidfd)
+        self.alive.clear()
+        self.ranks.clear()
+
+    def _opened(self, pid: int) -> JobProcess | None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # it has ended, or is a thread
+            return None
+        fields = _read(pid, "stat").rpartition(")")[2].split()
+        if len(fields) < 20 or is_readable(pidfd):
+            os.close(pidfd)
+            return None
+        return JobProcess(pid, pidfd, int(fields[1]), int(fields[19]) * _TICK_NS - _boot_offset_ns())
+
+    def _belongs(self, process: JobProcess) -> bool:
+        parent = self.alive.get(process.parent)
+        is_child = parent is not None and parent.began_ns <= process.began_ns and not parent.has_ended
+        return is_child or process.pid == self.root or bool(self.mark and self.mark in _environment(process.pid))
+
+    def _becomes_rank(self, process: JobProcess) -> bool:
+        """Decides whether a process is a rank that was none at the last look: it may have forked, but not executed."""
+        if process.rank is not None or process.is_below or process.has_ended:
+            return False
+        variables = dict(line.partition("=")[::2] for line in _environment(process.pid))
+        process.number = self.launcher.rank_of(variables)
+        number = process.number
+        if number is None and process.pid == self.root:
+            number = self.launcher.root_rank
+        if number is None or _read(process.pid, "comm").strip() in _SHELLS:
+            return False
+        process.is_below = self._is_below(process, number)
+        process.rank = None if process.is_below else number
+        return not process.is_below
+
+    def _is_below(self, process: JobProcess, number: int) -> bool:
+        """Returns whether a process descends from a process of the same rank."""
+        parent = self.alive.get(process.parent)
+        while parent is not None:
+            if parent.rank == number:
+                return True
+            parent = self.alive.get(parent.parent)
+        return False
+
+
+def _environment(pid: int) -> list[str]:
+    return _read(pid, "environ").split("\0")
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode("utf-8", "surrogateescape")
+    except OSError:  # it has ended, or belongs to another user
+        return ""
+
+
+def _boot_offset_ns() -> int:
+    """Returns how far the clock of processes' beginnings is ahead of the monotonic one, which stops while suspended."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()

@@ -1,0 +1,111 @@
+"""`bamboo inject SCENARIO -- COMMAND`: jobs of other launchers are struck from outside, and nothing beside them is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import Launch
+from tests.e2e.launcher import ROOT
+
+TOY = (sys.executable, str(ROOT / "tests/e2e/toy_launcher.py"))
+HEAD = "version: 1\nname: toy\nabout: a test\nlauncher: torchrun\nsteps: 60\n"
+
+
+def events_in(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Returns the events of a run of one kind."""
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Launch) -> None:
+    """The job beside has the same rank in its environment. The weights are those of the run without the kill."""
+    elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*elastic, "--max-restarts", "1", str(ROOT / "docs/examples/any_job.py"), "{folder}", "--steps", "40"]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env={**os.environ, "RANK": "1"}) as beside:
+        # Else torchrun restarts the ranks with the store of the dead ones, where gloo may read an old address.
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = launch("inject", "external/kill-rank", "--json", "--", *command, **own_store).wait()
+        assert beside.poll() is None
+        beside.kill()
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
+    (recovery,) = run["recoveries"]
+    assert recovery["struck"] == recovery["blamed"] == [1]
+    assert recovery["lost_steps"] > 0  # it is killed behind step 25, and resumes from a checkpoint
+    assert recovery["phases_ms"].keys() == {"still", "notice", "end", "begin", "step"}
+    assert run["evidence"]["weights"]["status"] == run["evidence"]["losses"]["status"] == "same"
+    folder = Path(run["run_dir"])
+    began = [each["pid"] for each in events_in(folder, "RankBegan") if each["rank"] == 1]
+    assert [each["pids"] for each in events_in(folder, "StrikeMade")] == [began[:1]] and len(began) == 2
+
+
+def test_each_kind_of_fault_has_its_recovery(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "all.yaml").write_text(
+        HEAD + "faults:\n"
+        "  - {id: pause, at: {step: 10, rank: 0}, do: pause, for: 200ms}\n"
+        "  - {id: slow, at: {progress: 25%}, target: {rank: 1}, do: slow, factor: 4, for: 200ms}\n"
+        "  - {id: kill, at: {step: 35, rank: 1}, do: kill}\n"
+        "  - {id: again, at: {during: restart}, target: {rank: 1}, do: kill}\n"
+        "expect: {steps_lost: 1, culprit: exact, leftovers: none}\n"
+    )
+    done = launch("inject", str(tmp_path / "all.yaml"), "--json", "--", *TOY, "{folder}", "60", "2").wait()
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
+    assert [each["faults"] for each in run["recoveries"]] == [["pause"], ["slow"], ["kill", "again"]]
+    assert run["recoveries"][0]["stall_ms"] > 150
+
+
+def test_what_a_job_leaves_behind_is_named_and_ended(launch: Launch, tmp_path: Path) -> None:
+    faults = "faults:\n  - {at: {step: 5}, target: {launcher: true}, do: kill}\n"
+    (tmp_path / "left.yaml").write_text(f"{HEAD}{faults}expect: {{outcome: failed, leftovers: none}}\n")
+    launched = launch("inject", str(tmp_path / "left.yaml"), "--json", "--", *TOY, "{folder}", "9999", "0", "child")
+    done = launched.wait()
+    checks = {each["name"]: each for each in json.loads(done.stdout)["runs"][0]["checks"]}
+    assert done.code == 1 and checks["outcome"]["result"] == "passed"
+    assert checks["leftovers"]["result"] == "failed" and "time.sleep(600)" in checks["leftovers"]["text"]
+    assert launched.processes() == {}
+
+
+def test_a_killed_bamboo_leaves_no_process_behind(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "stop.yaml").write_text(HEAD + "faults:\n  - {at: {step: 5, rank: 0}, do: stop}\n")
+    launched = launch("inject", str(tmp_path / "stop.yaml"), "--", *TOY, "{folder}", "9999", "0", "child")
+    events = launched.folder / "results/external/latest/events.jsonl"
+    launched.wait_until(lambda: events.exists() and "stands still" in events.read_text())
+    assert len(launched.processes()) > 5
+    launched.process.kill()
+    launched.process.wait()
+    until_s = time.monotonic() + 5
+    while launched.processes() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert launched.processes() == {}
+
+
+def test_a_job_that_runs_already_is_struck_and_left_running(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "pause.yaml").write_text(
+        HEAD + "faults:\n  - {at: {after: 100ms}, target: {rank: 1}, do: pause, for: 100ms}\nexpect: {steps_lost: 0}\n"
+    )
+    (tmp_path / "reports").mkdir()
+    environment = {**os.environ, "BAMBOO_PROGRESS": str(tmp_path / "reports")}
+    with subprocess.Popen([*TOY, str(tmp_path), "9999", "0"], env=environment) as job:
+        done = launch("inject", str(tmp_path / "pause.yaml"), "--attach", str(job.pid), "--json").wait()
+        (run,) = json.loads(done.stdout)["runs"]
+        assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
+        assert run["recoveries"][0]["resumed"] and job.poll() is None
+        (tmp_path / "stop.yaml").write_text(
+            f"{HEAD}faults:\n  - {{at: {{after: 0s}}, target: {{rank: 1}}, do: stop}}\n"
+        )
+        killed = launch("inject", str(tmp_path / "stop.yaml"), "--attach", str(job.pid))
+        events = killed.folder / "results/external/latest/events.jsonl"
+        killed.wait_until(lambda: events.exists() and "stands still" in events.read_text())
+        killed.process.kill()  # the rank that stands still goes on
+        reached, until_s = (tmp_path / "step-1").read_text(), time.monotonic() + 5
+        while (tmp_path / "step-1").read_text() == reached and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert (tmp_path / "step-1").read_text() != reached
+        job.terminate()

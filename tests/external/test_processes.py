@@ -1,0 +1,110 @@
+"""The processes of a job: a rank is recognised, and no process of another job is ever a victim."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from engine.core.faults.launchers import LAUNCHERS, PLAIN, Launcher
+from engine.external.processes import JobProcesses
+
+MARK = {"_BAMBOO_LAUNCHER": f"test-{os.getpid()}"}
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+WITH_CHILD = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '60'])"]
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, 9)
+
+
+@contextmanager
+def started(*jobs: tuple[list[str], dict[str, str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts processes with a command and variables each, and ends them behind the block."""
+    with ExitStack() as stack:
+        children = []
+        for command, variables in jobs:
+            children.append(subprocess.Popen(command, env={"PATH": os.environ["PATH"], **variables}, process_group=0))
+            stack.callback(children[-1].wait)
+            stack.callback(_kill_group, children[-1].pid)
+        yield children
+
+
+def look_until(processes: JobProcesses, has_come: Callable[[], bool]) -> None:
+    """Looks for processes until something has come; raises TimeoutError after five seconds."""
+    until_s = time.monotonic() + 5
+    while not has_come():
+        if time.monotonic() > until_s:
+            raise TimeoutError
+        processes.look()
+        time.sleep(0.01)
+
+
+def processes_of(root: int, launcher: Launcher = LAUNCHERS["torchrun"]) -> JobProcesses:
+    """Returns the processes of the job with the mark."""
+    return JobProcesses(launcher, "=".join(*MARK.items()), root)
+
+
+def test_a_second_job_beside_has_no_rank_here() -> None:
+    other = {"_BAMBOO_LAUNCHER": "another"}
+    with started((SLEEP, MARK | {"RANK": "1"}), (SLEEP, other | {"RANK": "0"}), (SLEEP, {"RANK": "2"})) as (mine, *_):
+        processes = processes_of(0)
+        look_until(processes, lambda: bool(processes.ranks))
+        processes.look()
+        assert {rank: each.pid for rank, each in processes.ranks.items()} == {1: mine.pid}
+        assert set(processes.alive) == {mine.pid}
+        processes.close()
+
+
+def test_a_child_of_a_rank_is_no_rank_but_can_be_found_by_its_command() -> None:
+    with started((WITH_CHILD, MARK | {"RANK": "0"})) as (mine,):
+        processes = processes_of(mine.pid)
+        look_until(processes, lambda: len(processes.alive) == 2)
+        rank = processes.rank(0)
+        assert rank is not None and rank.pid == mine.pid
+        look_until(processes, lambda: bool(processes.children(rank, "^sleep 60")))
+        assert processes.children(rank, "^python") == []
+        processes.close()
+
+
+def test_a_new_process_takes_the_number_of_a_rank_that_has_ended() -> None:
+    """Its signals go to the process that was held, and never to another with its pid."""
+    with started((SLEEP, MARK | {"RANK": "0"})) as (old,):
+        processes = processes_of(0)
+        look_until(processes, lambda: bool(processes.ranks))
+        held = processes.rank(0)
+        assert held is not None and held.send(0)
+        old.kill()
+        old.wait()
+        assert processes.rank(0) is None and not held.send(9)
+        with started((SLEEP, MARK | {"RANK": "0"})) as (new,):
+            look_until(processes, lambda: processes.ranks[0].pid == new.pid)
+            assert processes.rank(0) is not None and not held.send(9) and new.poll() is None
+        processes.close()
+
+
+def test_a_reused_pid_is_another_process() -> None:
+    """The process that began before its parent is no child of it: its number was another's then."""
+    with started((SLEEP, {}), (SLEEP, {})) as (parent, child):
+        processes = processes_of(parent.pid, PLAIN)
+        look_until(processes, lambda: bool(processes.ranks))
+        opened = processes._opened(child.pid)
+        assert opened is not None
+        opened.parent, opened.began_ns = parent.pid, processes.ranks[0].began_ns + 1
+        assert processes._belongs(opened)
+        opened.began_ns = processes.ranks[0].began_ns - 1
+        assert not processes._belongs(opened)
+        os.close(opened.pidfd)
+        processes.close()
+
+
+def test_the_command_itself_is_rank_0_of_a_plain_script() -> None:
+    with started((SLEEP, MARK)) as (mine,):
+        processes = processes_of(mine.pid, PLAIN)
+        look_until(processes, lambda: bool(processes.ranks))
+        assert processes.ranks[0].pid == mine.pid
+        processes.close()
