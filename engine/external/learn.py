@@ -1,7 +1,7 @@
 """A scenario from what a real failure left behind: logs of launchers and schedulers, dumps of NCCL, bamboo's records.
 
-Rules: a sign is a line that says which rank failed, how, or when; the scenario has it as a comment. What no line says
-stays a question: its value is a question mark, which no run accepts. No dump runs code.
+Rules: a sign is a line that says which rank failed, how, or when; the scenario has it as a comment. A value that
+no line gives stays a question mark, which no run accepts. No dump runs code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 )
 
 
-class Sign(NamedTuple):
+class LogSign(NamedTuple):
     """What a line says of a failure; `question` is what the reader has to decide."""
 
     place: str
@@ -75,7 +75,7 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
 
     Raises NothingMatchedError if no line shows one, and StorageError if a file cannot be read.
     """
-    signs, issued = [], dict[int, tuple[int, str]]()
+    signs, issued = list[LogSign](), dict[int, tuple[int, str]]()
     for path in paths:
         try:
             data = path.read_bytes()
@@ -96,7 +96,7 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
     return _scenario(signs)
 
 
-def _in_text(text: str, path: Path) -> Iterator[Sign]:
+def _in_text(text: str, path: Path) -> Iterator[LogSign]:
     """Yields the sign of the failure in a log, if it has one, and that of the last step before it."""
     if (sign := _error_file(text, path)) is not None:
         yield sign
@@ -109,12 +109,12 @@ def _in_text(text: str, path: Path) -> Iterator[Sign]:
             break
     if before := [*_STEP.finditer(text, 0, end)]:
         number, line = _line(text, before[-1].start())
-        yield Sign(f"{path.name}:{number}", line, step=int(before[-1]["step"]))
+        yield LogSign(f"{path.name}:{number}", line, step=int(before[-1]["step"]))
 
 
-def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> Sign:
+def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> LogSign:
     groups, (number, line) = match.groupdict(), _line(text, match.start())
-    rank = next((int(found) for name in ("rank", "local_rank", "pod") if (found := groups.get(name))), None)
+    rank = next((int(digits) for name in ("rank", "local_rank", "pod") if (digits := groups.get(name))), None)
     do, question = "", ""
     if word := groups.get("word"):
         do = _BY_WORD[word.lower()]
@@ -127,7 +127,7 @@ def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> Sign:
     elif groups.get("pod"):
         question = f"the pod has number {rank}: which rank is it?"
     whole = line if "\n" not in match[0] else match[0]
-    return Sign(f"{path.name}:{number}", whole, launcher, rank, do, question=question)
+    return LogSign(f"{path.name}:{number}", whole, launcher, rank, do, question=question)
 
 
 def _line(text: str, position: int) -> tuple[int, str]:
@@ -136,7 +136,7 @@ def _line(text: str, position: int) -> tuple[int, str]:
     return text.count("\n", 0, position) + 1, text[begin : end if end >= 0 else len(text)]
 
 
-def _error_file(text: str, path: Path) -> Sign | None:
+def _error_file(text: str, path: Path) -> LogSign | None:
     """Returns the sign in the file that TORCHELASTIC_ERROR_FILE names: ATTEMPT/RANK/error.json, with an exception."""
     entry = _json(text)
     message = entry.get("message") if isinstance(entry, dict) else None
@@ -145,7 +145,7 @@ def _error_file(text: str, path: Path) -> Sign | None:
         return None
     rank = int(path.parent.name) if path.parent.name.isdecimal() else None
     question = "the rank raised an exception: is a kill the same to the others?"
-    return Sign(path.name, said, "torchrun", rank, "kill", question=question)
+    return LogSign(path.name, said, "torchrun", rank, "kill", question=question)
 
 
 def _json(text: str) -> Any:
@@ -164,7 +164,7 @@ def _dump(data: bytes, path: Path) -> list[Mapping[str, Any]] | None:
     return [entry for entry in entries or () if isinstance(entry, dict)]
 
 
-def _late(issued: Mapping[int, tuple[int, str]]) -> Iterator[Sign]:
+def _late(issued: Mapping[int, tuple[int, str]]) -> Iterator[LogSign]:
     """Yields the sign of the rank that has issued fewer collectives than the others, by the dumps of all."""
     if len(issued) < 2:
         return
@@ -173,10 +173,10 @@ def _late(issued: Mapping[int, tuple[int, str]]) -> Iterator[Sign]:
     if fewest < most:
         text = f"rank {rank} has issued {fewest} collectives, another one {most}"
         question = "the rank is late or stands still: stop, pause, slow, or kill?"
-        yield Sign(name, text, "torchrun", rank, "stop", question=question)
+        yield LogSign(name, text, "torchrun", rank, "stop", question=question)
 
 
-def _scenario(signs: list[Sign]) -> LearnedScenario:
+def _scenario(signs: list[LogSign]) -> LearnedScenario:
     """Returns the scenario for a job of another launcher; the first sign that says something counts."""
     failures = [sign for sign in signs if sign.step is None]
     failure = next((sign for sign in failures if sign.do), failures[0])

@@ -123,7 +123,7 @@ def test_records_of_bamboo_give_a_scenario_that_it_accepts(tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["learn", str(run / "events.jsonl"), "--output", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"scenario": path.read_text(), "questions": 0}
-    (fault,) = load_scenario(path, kinds()).scenario.faults
+    (fault,) = load_scenario(str(path), kinds()).scenario.faults
     assert isinstance(fault.trigger, At)
     assert (fault.do, fault.trigger.step, fault.trigger.action.stage) == ("kill", 4, 2)
 
