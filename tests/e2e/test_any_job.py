@@ -30,7 +30,8 @@ def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Laun
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env={**os.environ, "RANK": "1"}) as beside:
         # Else torchrun restarts the ranks with the store of the dead ones, where gloo may read an old address.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = launch("inject", "external/kill-rank", "--json", "--", *command, **own_store).wait()
+        launched = launch("inject", "external/kill-rank", "--json", "--", *command, **own_store)
+        done = launched.wait()
         assert beside.poll() is None
         beside.kill()
     (run,) = json.loads(done.stdout)["runs"]
