@@ -36,7 +36,7 @@ def learn(
 ) -> None:
     """Write a scenario from the logs of a real failure, with the lines that it follows from as comments.
 
-    A value that no line gives stays a question, which must be answered before the scenario can run.
+    A value that no line gives stays a question in the scenario, which must be answered before it can run.
     """
     from engine.external.learn import learn as learned
     from engine.files.atomic_write import create_file
