@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,7 +39,7 @@ def schema(
     from engine.files.jobs.forms import external_schema, job_schema, matrix_schema, scenario_schema
     from engine.runtime.faults.registry import kinds
 
-    schemas = {
+    schemas: dict[Files, Callable[[], dict[str, Any]]] = {
         Files.SCENARIO: lambda: scenario_schema(kinds()),
         Files.MATRIX: matrix_schema,
         Files.JOB: job_schema,

@@ -1,7 +1,7 @@
 """A scenario from what a real failure left behind: logs of launchers and schedulers, dumps of NCCL, bamboo's records.
 
-Rules: a sign is a line that says which rank failed, how, or when; the scenario has it as a comment. What no line says
-stays a question: its value is a question mark, which no run accepts. No dump runs code.
+Rules: a sign is a line that says which rank failed, how, or when; the scenario has it as a comment. A value that
+no line gives stays a question mark, which no run accepts. No dump runs code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 )
 
 
-class Sign(NamedTuple):
+class LogSign(NamedTuple):
     """What a line says of a failure; `question` is what the reader has to decide."""
 
     place: str
@@ -75,7 +75,7 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
 
     Raises NothingMatchedError if no line shows one, and StorageError if a file cannot be read.
     """
-    signs, issued = [], dict[int, tuple[int, str]]()
+    signs, issued = list[LogSign](), dict[int, tuple[int, str]]()
     for path in paths:
         try:
             data = path.read_bytes()
@@ -87,7 +87,8 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
         if dump is not None:
             rank = _RANK_IN_NAME.search(path.name)
             number = int(rank[1]) if rank else len(issued)
-            issued[number] = max((int(each.get("collective_seq_id", 0)) for each in dump), default=0), path.name
+            counts = [count for entry in dump if type(count := entry.get("collective_seq_id")) is int]
+            issued[number] = max(counts, default=0), path.name
         else:
             signs += _in_text(data.decode("utf-8", "replace"), path)
     signs += _late(issued)
@@ -96,9 +97,9 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
     return _scenario(signs)
 
 
-def _in_text(text: str, path: Path) -> Iterator[Sign]:
+def _in_text(text: str, path: Path) -> Iterator[LogSign]:
     """Yields the sign of the failure in a log, if it has one, and that of the last step before it."""
-    if (sign := _error_file(text, path)) is not None:
+    if (sign := _in_json(text, path)) is not None:
         yield sign
         return
     end = len(text)
@@ -109,10 +110,10 @@ def _in_text(text: str, path: Path) -> Iterator[Sign]:
             break
     if before := [*_STEP.finditer(text, 0, end)]:
         number, line = _line(text, before[-1].start())
-        yield Sign(f"{path.name}:{number}", line, step=int(before[-1]["step"]))
+        yield LogSign(f"{path.name}:{number}", line, step=int(before[-1]["step"]))
 
 
-def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> Sign:
+def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> LogSign:
     groups, (number, line) = match.groupdict(), _line(text, match.start())
     rank = next((int(digits) for name in ("rank", "local_rank", "pod") if (digits := groups.get(name))), None)
     do, question = "", ""
@@ -125,9 +126,9 @@ def _sign(launcher: str, match: re.Match[str], text: str, path: Path) -> Sign:
     if groups.get("local_rank"):
         question = f"local_rank {rank} is rank {rank} on the first host only: which rank is it?"
     elif groups.get("pod"):
-        question = f"the pod has number {rank}: which rank is it?"
+        question = _of_pod(rank)
     whole = line if "\n" not in match[0] else match[0]
-    return Sign(f"{path.name}:{number}", whole, launcher, rank, do, question=question)
+    return LogSign(f"{path.name}:{number}", whole, launcher, rank, do, question=question)
 
 
 def _line(text: str, position: int) -> tuple[int, str]:
@@ -136,16 +137,32 @@ def _line(text: str, position: int) -> tuple[int, str]:
     return text.count("\n", 0, position) + 1, text[begin : end if end >= 0 else len(text)]
 
 
-def _error_file(text: str, path: Path) -> Sign | None:
-    """Returns the sign in the file that TORCHELASTIC_ERROR_FILE names: ATTEMPT/RANK/error.json, with an exception."""
-    entry = _json(text)
-    message = entry.get("message") if isinstance(entry, dict) else None
-    said = message.get("message") if isinstance(message, dict) else message
+def _in_json(text: str, path: Path) -> LogSign | None:
+    """Returns the sign in one JSON object: events of Kubernetes, or torchelastic's error.json in ATTEMPT/RANK."""
+    entry = _mapping(_json(text))
+    items = entry.get("items")
+    for item in map(_mapping, items if isinstance(items, list) else ()):
+        reason, pod = str(item.get("reason")), str(_mapping(item.get("involvedObject")).get("name"))
+        if do := _BY_WORD.get(reason.lower(), ""):
+            number = _RANK_IN_NAME.search(pod)
+            said = f"{reason} {pod}: {item.get('message', '')}"
+            rank, question = (int(number[1]), _of_pod(number[1])) if number else (None, "")
+            return LogSign(path.name, said, "", rank, do, question=question)
+    message = entry.get("message")
+    said = _mapping(message).get("message", message)
     if not isinstance(said, str):
         return None
     rank = int(path.parent.name) if path.parent.name.isdecimal() else None
     question = "the rank raised an exception: is a kill the same to the others?"
-    return Sign(path.name, said, "torchrun", rank, "kill", question=question)
+    return LogSign(path.name, said, "torchrun", rank, "kill", question=question)
+
+
+def _of_pod(number: object) -> str:
+    return f"the pod has number {number}: which rank is it?"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _json(text: str) -> Any:
@@ -158,13 +175,13 @@ def _json(text: str) -> Any:
 def _dump(data: bytes, path: Path) -> list[Mapping[str, Any]] | None:
     """Returns the entries of a dump of NCCL's flight recorder, pickled or as JSON; None for another file."""
     content = unpickled(data, str(path)) if data[:1] == b"\x80" else _json(data.decode("utf-8", "replace"))
-    entries = content.get("entries") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or not (isinstance(entries, list) or "pg_config" in content):
+    entries = _mapping(content).get("entries")
+    if not (isinstance(entries, list) or "pg_config" in _mapping(content)):
         return None
-    return [entry for entry in entries or () if isinstance(entry, dict)]
+    return [_mapping(entry) for entry in entries] if isinstance(entries, list) else []
 
 
-def _late(issued: Mapping[int, tuple[int, str]]) -> Iterator[Sign]:
+def _late(issued: Mapping[int, tuple[int, str]]) -> Iterator[LogSign]:
     """Yields the sign of the rank that has issued fewer collectives than the others, by the dumps of all."""
     if len(issued) < 2:
         return
@@ -173,10 +190,10 @@ def _late(issued: Mapping[int, tuple[int, str]]) -> Iterator[Sign]:
     if fewest < most:
         text = f"rank {rank} has issued {fewest} collectives, another one {most}"
         question = "the rank is late or stands still: stop, pause, slow, or kill?"
-        yield Sign(name, text, "torchrun", rank, "stop", question=question)
+        yield LogSign(name, text, "torchrun", rank, "stop", question=question)
 
 
-def _scenario(signs: list[Sign]) -> LearnedScenario:
+def _scenario(signs: list[LogSign]) -> LearnedScenario:
     """Returns the scenario for a job of another launcher; the first sign that says something counts."""
     failures = [sign for sign in signs if sign.step is None]
     failure = next((sign for sign in failures if sign.do), failures[0])

@@ -105,6 +105,7 @@ class Referee:
         reported: Path | None = None,
     ) -> None:
         self._scenario, self._kinds, self._hear = scenario, kinds, hear
+        folder = folder.absolute()  # the processes of the job may have another folder
         self._own = folder / JOB_FOLDER
         self._progress = reported or folder / "progress"
         for each in (self._own, folder / "progress"):

@@ -30,7 +30,8 @@ def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Laun
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env={**os.environ, "RANK": "1"}) as beside:
         # Else torchrun restarts the ranks with the store of the dead ones, where gloo may read an old address.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = launch("inject", "external/kill-rank", "--json", "--", *command, **own_store).wait()
+        launched = launch("inject", "external/kill-rank", "--json", "--", *command, **own_store)
+        done = launched.wait()
         assert beside.poll() is None
         beside.kill()
     (run,) = json.loads(done.stdout)["runs"]
@@ -40,7 +41,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Laun
     assert recovery["lost_steps"] > 0  # it is killed behind step 25, and resumes from a checkpoint
     assert recovery["phases_ms"].keys() == {"still", "notice", "end", "begin", "step"}
     assert run["evidence"]["weights"]["status"] == run["evidence"]["losses"]["status"] == "same"
-    folder = Path(run["run_dir"])
+    folder = launched.folder / run["run_dir"]
     began = [each["pid"] for each in events_in(folder, "RankBegan") if each["rank"] == 1]
     assert [each["pids"] for each in events_in(folder, "StrikeMade")] == [began[:1]] and len(began) == 2
 

@@ -82,6 +82,16 @@ def test_words_of_launchers_and_schedulers(tmp_path: Path, line: str, rank: int 
     assert f"# log:2: {' '.join(line.split())}\n" in text
 
 
+def test_events_of_kubernetes_as_json(tmp_path: Path) -> None:
+    items = [
+        {"reason": "Scheduled", "involvedObject": {"name": "train-worker-0"}},
+        {"reason": "Evicted", "involvedObject": {"name": "train-worker-4"}, "message": "low on\nmemory"},
+    ]
+    fault, text, questions = _learned(tmp_path, **{"events.json": json.dumps({"kind": "List", "items": items})})
+    assert (fault["target"], fault["do"], questions) == ({"rank": 4}, "terminate", 3)
+    assert "# events.json: Evicted train-worker-4: low on memory\n" in text
+
+
 def test_the_step_may_be_in_another_file(tmp_path: Path) -> None:
     files = {"1-7.jsonl": '{"t_ns":5,"rank":1,"step":30}\n{"t_ns":9,"rank":1,"step":31}\n', "log": "task 1\n"}
     fault, text, _ = _learned(tmp_path, **files, err="srun: error: n: task 1: Killed\n")
@@ -123,9 +133,19 @@ def test_records_of_bamboo_give_a_scenario_that_it_accepts(tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["learn", str(run / "events.jsonl"), "--output", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"scenario": path.read_text(), "questions": 0}
-    (fault,) = load_scenario(path, kinds()).scenario.faults
+    (fault,) = load_scenario(str(path), kinds()).scenario.faults
     assert isinstance(fault.trigger, At)
     assert (fault.do, fault.trigger.step, fault.trigger.action.stage) == ("kill", 4, 2)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"items": [1, {"reason": 2, "involvedObject": 3}]}', '{"entries": [1, {"collective_seq_id": "x"}]}', "[" * 9999],
+)
+def test_nonsense_is_no_failure(tmp_path: Path, content: str) -> None:
+    (tmp_path / "log").write_text(content)
+    with pytest.raises(NothingMatchedError):
+        learn([tmp_path / "log"])
 
 
 def test_logs_without_a_failure_are_refused(tmp_path: Path) -> None:

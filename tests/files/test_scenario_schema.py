@@ -117,5 +117,10 @@ def test_a_wheel_has_the_whole_library() -> None:
     setuptools = tomllib.loads((library().parent / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert setuptools["package-dir"] == {"engine.scenarios": library().name}
     patterns = setuptools["package-data"]["engine.scenarios"]
-    left_out = [path.name for path in library().iterdir() if not any(fnmatch(path.name, each) for each in patterns)]
+    names = [path.relative_to(library()).as_posix() for path in library().rglob("*") if path.is_file()]
+    left_out = [
+        name
+        for name in names
+        if not any(fnmatch(name, each) and name.count("/") == each.count("/") for each in patterns)
+    ]
     assert left_out == []

@@ -135,18 +135,21 @@ def _counted(reports: Iterable[StepReport]) -> dict[_Key, StepReport]:
     last_ns = {report.process: report.at_ns for report in ordered}
     goal = max((report.step for report in ordered), default=0)
     done = {report.process for report in ordered if report.step == goal}
-    kept: dict[_Key, StepReport] = {}
-    known: dict[str, int] = {}  # process -> its last step
+    kept: dict[int | None, dict[int, StepReport]] = {}  # by rank; the steps of each ascend
+    known = set[tuple[str, int | None]]()  # processes with their ranks
     for report in ordered:
-        is_new = report.process not in known
-        if is_new or report.step <= known[report.process]:
-            for key, older in [*kept.items()]:
-                has_ended = is_new and last_ns[older.process] < report.at_ns and older.process not in done
-                if older.step >= report.step and (older.rank == report.rank or has_ended):
-                    del kept[key]
-        known[report.process] = report.step
-        kept[report.rank, report.step] = report
-    return kept
+        own = kept.setdefault(report.rank, {})
+        if (report.process, report.rank) not in known:
+            known.add((report.process, report.rank))
+            for executed in kept.values():
+                for step, older in [*executed.items()]:
+                    has_ended = last_ns[older.process] < report.at_ns and older.process not in done
+                    if step >= report.step and (executed is own or has_ended):
+                        del executed[step]
+        while own and next(reversed(own)) > report.step:
+            own.popitem()
+        own[report.step] = report
+    return {(rank, step): report for rank, executed in kept.items() for step, report in executed.items()}
 
 
 def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> dict[int, int]:
