@@ -64,9 +64,12 @@ class GrowingFile:
 
     def _gained(self) -> bytes:
         try:
+            size = self.path.stat().st_size
+            if size == self._position:
+                return b""
+            if size < self._position:
+                self._position, self._rest = 0, b""
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._position:
-                    self._position, self._rest = 0, b""
                 file.seek(self._position)
                 data = file.read()
         except FileNotFoundError:
