@@ -45,6 +45,9 @@ class Table(StrEnum):
     EVALUATIONS = "evaluations"
     NORMS = "norms"
     MEMORY = "memory"
+    TIME = "time"
+    STAGES = "stages"
+    EDGES = "edges"
 
 
 class Format(StrEnum):

@@ -20,7 +20,7 @@ from engine.codec.records import encoded
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.process_records import LostRecord, StartedRecord
 from engine.core.history.run_records import AGENT, AuditRecord, CommitRecord, Record, StampedRecord, ThinnedRecord
-from engine.core.history.step_files import MarkedSteps, StepFile, as_ranges, entry, superfluous
+from engine.core.history.step_files import Chore, MarkedSteps, StepFile, as_ranges, chore_entry, entry, superfluous
 from engine.files.atomic_write import open_to_append
 from engine.files.linked_lines import Chain, chain_of
 from engine.runtime.process.clock import now_ns
@@ -168,6 +168,11 @@ class Recorder:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
         self.last = (step, action)
         self._record(self.steps.append, step, entry(epoch, step, action, start_ns, end_ns))
+
+    def chore(self, epoch: int, step: int, chore: Chore, start_ns: int, action: str = "") -> None:
+        """Records a chore of this worker from its start until now, for an action if it belongs to one."""
+        if self.steps is not None:
+            self._record(self.steps.append, step, chore_entry(epoch, step, chore, start_ns, now_ns(), action))
 
     def write(self, record: StampedRecord) -> None:
         """Records anything else, stamped with the current time if it has none.

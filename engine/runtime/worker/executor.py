@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
+from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.ballot import ComputeTimes
 from engine.core.program.dependencies import carried, needed
@@ -311,7 +312,9 @@ class Executor:
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
         if self._takes_data(action):
+            start_ns = now_ns()
             batch = self._loader.load(step, action)
+            self._note_load(action, start_ns)
             inputs = batch.inputs if stage == 0 else inputs
             if replica.is_last:
                 targets, weight = batch.targets, self._loader.weight(step, action)
@@ -353,7 +356,13 @@ class Executor:
         replica = self.context.replicas.stages[forward.pipeline, forward.stage]
         replica.prepare(self.step, forward.microbatch)
         if self._takes_data(forward):
+            start_ns = now_ns()
             self._loader.prepare(self.step, forward)
+            self._note_load(forward, start_ns)
+
+    def _note_load(self, action: Action, start_ns: int) -> None:
+        context = self.context
+        context.recorder.chore(context.control.accepted, self.step, Chore.DATA, start_ns, str(action))
 
     def _takes_data(self, action: Action) -> bool:
         return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.slots - 1)
