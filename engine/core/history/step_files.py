@@ -92,8 +92,13 @@ def entry(epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> byt
 
 def chore_entry(epoch: int, step: int, chore: Chore, start_ns: int, end_ns: int, action: str = "") -> bytes:
     """Returns the entry of a chore, for the slot and the microbatch of an action if it has one."""
+    return _ENTRY.pack(start_ns, end_ns - start_ns, step, epoch, _chore(chore, action))
+
+
+@lru_cache(maxsize=1 << 16)
+def _chore(chore: Chore, action: str) -> int:
     place = _work(action) & _PLACE if action else 0
-    return _ENTRY.pack(start_ns, end_ns - start_ns, step, epoch, place | CHORES.index(chore) << 48 | _CHORE_MARK << 56)
+    return place | CHORES.index(chore) << 48 | _CHORE_MARK << 56
 
 
 @lru_cache(maxsize=1 << 16)
