@@ -86,7 +86,8 @@ def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
         return table[_SUMMARY]
     if name == "time":
         of_worker = table.groupby(["run", "worker"], as_index=False)
-        table = of_worker.agg(steps=("step", "nunique")).merge(of_worker.sum().drop(columns="step"))
+        sums = of_worker.sum(min_count=1).drop(columns=["step", "mfu"])
+        table = of_worker.agg(steps=("step", "nunique"), mfu=("mfu", "mean")).merge(sums)
     return table.loc[:, [not each.endswith("_ms") or table[each].any() for each in table]] if name in _TIMES else table
 
 

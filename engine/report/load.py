@@ -29,7 +29,6 @@ from engine.core.history.run_history import RunHistory, gaps, left_out_steps
 from engine.core.history.run_records import (
     EpochRecord,
     FaultRecord,
-    FinishedRecord,
     PartitionRecord,
     RaisedRecord,
     ScenarioRecord,
@@ -54,7 +53,7 @@ from engine.report.tables import (
     takeovers_table,
     workers_table,
 )
-from engine.report.time_table import TimeTables
+from engine.report.time_table import StageFacts, TimeTables, stage_facts
 
 # The exceptions that ended workers, in sentences.
 
@@ -167,7 +166,7 @@ class RunTables:
     deadly: tuple[str, ...] = ()  # the hosts that could not be lost, and from which epoch on, in sentences
     chores: pd.DataFrame = field(default_factory=pd.DataFrame)
     epochs: tuple[EpochRecord, ...] = ()
-    outputs: Mapping[int, int] = field(default_factory=dict)  # the bytes of a microbatch's output by stage, if known
+    facts: StageFacts = field(default_factory=StageFacts)
     goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
@@ -178,7 +177,7 @@ class RunTables:
     @property
     def times(self) -> TimeTables:
         """The tables of time; made when they are asked for, because they run each program dry."""
-        return TimeTables(self.actions, self.chores, self.job, self.epochs, self.outputs)
+        return TimeTables(self.actions, self.chores, self.job, self.epochs, self.facts)
 
     @property
     def time(self) -> pd.DataFrame:
@@ -256,12 +255,8 @@ def load(
         tuple(f"From epoch {epoch} on {each.text}." for epoch, each in history.in_epochs(DeadlyRecord)),
         actions.chores,
         tuple(history.epochs),
-        _outputs(history),
+        stage_facts(history),
     )
-
-
-def _outputs(history: RunHistory) -> dict[int, int]:
-    return {stage: output for done in history.of(FinishedRecord) for stage, *_, output in done.sizes}
 
 
 def _missing(history: RunHistory, unread: int) -> list[str]:

@@ -16,8 +16,11 @@ Rules: the time from the first action of a worker to its last is cut into kinds;
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -34,7 +37,8 @@ from engine.core.action import (
     OpRow,
     Work,
 )
-from engine.core.history.run_records import EpochRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import EpochRecord, FinishedRecord, PartitionRecord, PureCheckRecord
 from engine.core.history.step_files import CHORES, Chore
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership
@@ -49,6 +53,7 @@ _OF_WORK = {
     Work.FOR_INPUT: "backward_input",
     Work.FOR_WEIGHTS: "backward_weights",
 }
+_PARTS = (_OF_WORK[Work.FOR_INPUT], _OF_WORK[Work.FOR_WEIGHTS])
 _SHOWN_AS = {LegendEntry.TRANSFER: "transfer", LegendEntry.WAITING: "transfer", LegendEntry.HEAL: "heal"}
 
 
@@ -82,21 +87,58 @@ _OF_ROWS = ["worker", "step", "pipeline", "stage"]
 _MIB = 2**20
 
 
-class TimeTables:
-    """The tables of time of a run, from its tables of actions and chores, made when they are asked for.
+# TFLOP/s of dense matrix products that the makers of GPUs state, by the name of a GPU: in float32, in 16 bits.
+_PEAKS = {
+    "NVIDIA A100-SXM4-40GB": (19.5, 312.0),
+    "NVIDIA A100-SXM4-80GB": (19.5, 312.0),
+    "NVIDIA A100 80GB PCIe": (19.5, 312.0),
+    "NVIDIA H100 80GB HBM3": (67.0, 989.0),
+    "NVIDIA H100 PCIe": (51.0, 756.0),
+    "NVIDIA H200": (67.0, 989.0),
+    "NVIDIA L4": (30.3, 121.0),
+    "Tesla T4": (8.1, 65.0),
+    "Tesla V100-SXM2-16GB": (15.7, 125.0),
+}
 
-    `outputs` has the bytes of a microbatch's output of each stage; none where they are not known.
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What is known of the stages of a run; a stage that is not known has no entry.
+
+    `outputs` has the bytes of a microbatch's output, `flops` those of its forward and its backward; `gpus` the name of
+    the GPU of each worker.
     """
 
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    flops: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    gpus: Mapping[int, str] = field(default_factory=dict)
+
+    def peak(self, worker: int, job: Job) -> float:
+        """Returns the FLOP/s that the GPU of a worker can do at most, for matrix products; NaN if not known."""
+        name = self.gpus.get(worker, "").partition("(")[2].removesuffix(")")
+        return _PEAKS.get(name, (math.nan, math.nan))[job.dtype != "float32"] * 1e12
+
+
+def stage_facts(history: RunHistory) -> StageFacts:
+    """Returns what the records of a run tell of its stages."""
+    checked, cuts = history.of(PureCheckRecord), history.of(PartitionRecord)
+    by_layer = {layer: (forward, backward) for each in checked for layer, forward, backward in each.flops}
+    flops = {}
+    for stage, (first, end) in enumerate(pairwise((*cuts[-1].starts, len(cuts[-1].layers))) if cuts else ()):
+        known = [by_layer[layer] for layer in range(first, end) if layer in by_layer]
+        if len(known) == end - first:
+            flops[stage] = sum(forward for forward, _ in known), sum(backward for _, backward in known)
+    outputs = {stage: output for done in history.of(FinishedRecord) for stage, *_, output in done.sizes}
+    return StageFacts(outputs, flops, {each.worker: each.gpu for each in checked})
+
+
+class TimeTables:
+    """The tables of time of a run, from its tables of actions and chores, made when they are asked for."""
+
     def __init__(
-        self,
-        actions: pd.DataFrame,
-        chores: pd.DataFrame,
-        job: Job,
-        epochs: Sequence[EpochRecord],
-        outputs: Mapping[int, int],
+        self, actions: pd.DataFrame, chores: pd.DataFrame, job: Job, epochs: Sequence[EpochRecord], facts: StageFacts
     ):
-        self._job, self._epochs, self._outputs = job, epochs, outputs
+        self._job, self._epochs, self._facts = job, epochs, facts
         inside, beside = _placed(chores, actions)
         self._line = _without_overlaps(pd.concat([actions[[*_COLUMNS, "start_ns", "end_ns"]], beside]))
         of_step = self._line.groupby(["worker", "step"])
@@ -111,14 +153,30 @@ class TimeTables:
         self._line.loc[self._waits.index[~of_gap], "length_ns"] -= self._waits["ns"][~of_gap]
 
     def time(self) -> pd.DataFrame:
-        """Returns one row per worker and step: its wall clock in ms, and each of `TIMES` in ms.
+        """Returns one row per worker and step: its wall clock in ms, each of `TIMES` in ms, and its FLOPs.
 
-        The time between the last action of a step and the first one of the next belongs to the next.
+        The time between the last action of a step and the first one of the next belongs to the next. `flops` are those
+        of the model: of forwards and backwards that count once. `mfu` is their share of what the GPU could do.
         """
         table = _sums(self._rows(), ["worker", "step"], TIMES)
         at = pd.MultiIndex.from_frame(table[["worker", "step"]])
         table.insert(2, "wall_ms", self._wall_ns.reindex(at).to_numpy(dtype="float64") / 1e6)
+        flops = self._flops().groupby([self._line["worker"], self._line["step"]]).sum(min_count=1)
+        table["flops"] = flops.reindex(at).to_numpy(dtype="float64")
+        peaks = table["worker"].map({worker: self._facts.peak(worker, self._job) for worker in {*table["worker"]}})
+        table["mfu"] = table["flops"] / (table["wall_ms"] / 1e3) / peaks
         return table
+
+    def _flops(self) -> pd.Series:
+        """Returns the FLOPs of each forward and backward that counts for the model, missing if not known."""
+        shares = {"forward": (1.0, 0.0), "backward": (0.0, 1.0)} | dict.fromkeys(_PARTS, (0.0, 0.5))
+        places = zip(self._line["stage"], self._line["kind_of_time"], strict=True)
+        known = {
+            (stage, kind): forward * shares[kind][0] + backward * shares[kind][1]
+            for stage, (forward, backward) in self._facts.flops.items()
+            for kind in shares
+        }
+        return pd.Series([known.get(place, math.nan) for place in places], index=self._line.index)
 
     def stages(self) -> pd.DataFrame:
         """Returns one row per slot: the time of all workers for it in ms, without control and waits for votes."""
@@ -148,7 +206,7 @@ class TimeTables:
         edges = rows.groupby([*rows.columns[:6]], as_index=False).agg(
             messages=("send_ms", "size"), send_ms=("send_ms", "sum"), receive_ms=("receive_ms", "sum")
         )
-        sizes = edges[["from_stage", "to_stage"]].min(axis="columns").map(dict(self._outputs)).astype("float64")
+        sizes = edges[["from_stage", "to_stage"]].min(axis="columns").map(dict(self._facts.outputs)).astype("float64")
         edges.insert(7, "sent_mib", edges["messages"] * sizes / _MIB)
         return edges
 

@@ -15,7 +15,7 @@ from engine.core.program.dry_run import DryRun, dry_run
 from engine.report import time_table
 from engine.report.load import RunTables
 from engine.report.load import load as load_history
-from engine.report.time_table import TIMES
+from engine.report.time_table import TIMES, StageFacts, TimeTables
 from tests.core.made_records import MadeFiles, made_history
 from tests.report.made_up import MS, MadeUpRun, agent, did, load
 
@@ -143,6 +143,17 @@ def test_overlapping_records_count_once_and_missing_steps_not_at_all() -> None:
         [0, 20.0, 20.0, 0.0],
         [7, 10.0, 8.0, 2.0],
     ]
+
+
+def test_flops_count_once_and_their_share_of_the_gpu_s_is_known() -> None:
+    """Worker 1 owns stage 0, whose forwards worker 0 makes too, as its shadow."""
+    run, _ = run_of((SHADOWED, "1f1b", "eager"))
+    facts = StageFacts({}, {0: (10**9, 2 * 10**9), 1: (10**8, 10**8)}, {1: "GPU 0 (NVIDIA H100 80GB HBM3)"})
+    time = TimeTables(run.actions, run.chores, run.job, run.epochs, facts).time()
+    assert time.groupby("worker")["flops"].unique().map(list).to_dict() == {0: [4 * 2e8], 1: [4 * 3e9]}
+    assert time["mfu"].isna().tolist() == (time["worker"] == 0).tolist()
+    row = time[time["worker"] == 1].iloc[2]
+    assert row["mfu"] == pytest.approx(4 * 3e9 / (row["wall_ms"] / 1e3) / 67e12)
 
 
 class _FilesWithChores(MadeFiles):

@@ -74,11 +74,16 @@ class PartitionRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PureCheckRecord(StampedRecord):
-    """A worker has checked its layers for purity in `ms` milliseconds; it could not check the `unchecked` ones."""
+    """A worker has checked its layers for purity in `ms` milliseconds; it could not check the `unchecked` ones.
+
+    `flops` are those of a microbatch, as (layer, forward, backward); `gpu` is the name of the worker's GPU.
+    """
 
     ms: float
     layers: int
     unchecked: tuple[str, ...]
+    flops: tuple[tuple[int, int, int], ...] = ()
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,7 +231,7 @@ def _phases(recovery: pd.DataFrame) -> Figure:
 
 def _time(run: RunTables) -> Figure:
     """Returns a stacked bar per worker: the share of each kind of time in its wall clock, for the kinds that it has."""
-    sums = run.time.drop(columns="step").groupby("worker").sum()
+    sums = run.time.drop(columns=["step", "flops", "mfu"]).groupby("worker").sum()
     shares = 100 * sums.div(sums.pop("wall_ms").where(lambda wall_ms: wall_ms > 0, 1.0), axis="index")
     traces = [
         {
