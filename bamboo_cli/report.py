@@ -45,6 +45,7 @@ class Table(StrEnum):
     EVALUATIONS = "evaluations"
     NORMS = "norms"
     MEMORY = "memory"
+    TENSORS = "tensors"
     TIME = "time"
     STAGES = "stages"
     EDGES = "edges"

@@ -53,6 +53,7 @@ from engine.report.tables import (
     takeovers_table,
     workers_table,
 )
+from engine.report.tensor_table import tensors_table
 from engine.report.time_table import StageFacts, TimeTables, stage_facts
 
 # The exceptions that ended workers, in sentences.
@@ -121,6 +122,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
 
 TABLES = (
     *("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "norms", "memory"),
+    "tensors",
     *("time", "stages", "edges"),
 )
 PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights
@@ -164,6 +166,7 @@ class RunTables:
     moves: tuple[str, ...] = ()  # the slow workers, the wishes of the policy and each hand-over, in sentences
     loads: tuple[str, ...] = ()  # the loads of GPUs, in sentences
     deadly: tuple[str, ...] = ()  # the hosts that could not be lost, and from which epoch on, in sentences
+    tensors: pd.DataFrame = field(default_factory=pd.DataFrame)
     chores: pd.DataFrame = field(default_factory=pd.DataFrame)
     epochs: tuple[EpochRecord, ...] = ()
     facts: StageFacts = field(default_factory=StageFacts)
@@ -253,6 +256,7 @@ def load(
         tuple(moves_in_words(history)),
         tuple(loads_in_words(history)),
         tuple(f"From epoch {epoch} on {each.text}." for epoch, each in history.in_epochs(DeadlyRecord)),
+        tensors_table(history),
         actions.chores,
         tuple(history.epochs),
         stage_facts(history),

@@ -18,6 +18,7 @@ from engine.core.units import Args
 from engine.models.data import Data, keyed_generator
 from engine.models.data_sources import largest
 from engine.models.layers import Model, Tensors
+from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.device.device import HOST, Device, FlopCount
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.class_optimizer import ClassOptimizer, Named, OptimizerClass, cloned
@@ -101,7 +102,7 @@ class LayerTrial:
         self.job, self.model, self.index, self.device = job, model, index, device
         self.inputs = inputs
         self.targets = targets if index == len(model.layers) - 1 else None
-        self.flops = (0, 0)  # of a forward and a backward
+        self.flops = self.residual = (0, 0)  # of a forward and a backward; bytes of a residual and of its input
         self.marked = LayerDigests(f"layer {index} ({model.layers[index].name})")
         calls = [self._called_with(microbatch) for microbatch in MICROBATCHES]
         self.marked.note(INPUT, (tensor for args, also in calls for tensor in (*args, *(also or ()))), "")
@@ -153,8 +154,9 @@ class LayerTrial:
         return stage
 
     def _forward(self, stage: Stage, microbatch: int, when: str) -> Tensors:
-        with self._watching(f"forward of microbatch {microbatch}"):
+        with self._watching(f"forward of microbatch {microbatch}"), LiveBytes() as live:
             outputs = stage.forward(0, microbatch, *self._called_with(microbatch))
+            self.residual = live.begin(), sum(in_blocks(each.nbytes) for each in self.inputs[microbatch])
         self._note_outputs(stage, microbatch, when)
         buffers = stage.layers[self.index].named_buffers()
         self.marked.note(f"buffer after the forward of microbatch {microbatch}", buffers, when)

@@ -31,6 +31,7 @@ from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
 from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.stage.replicas import ValueStore
+from engine.runtime.stage.tensor_census import TensorCensus
 from engine.runtime.transport.transfers import Receiver, WorkerProgram
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.microbatches import MicrobatchLoader
@@ -129,6 +130,7 @@ class Executor:
         self._copies = device.copies
         self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
         self.end = StepEnd(context)
+        self._census = TensorCensus(context.replicas, self.value_store, self.end.entries, context.recorder.write)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
@@ -143,6 +145,7 @@ class Executor:
         self._worker_program = program
         self._loader.enter([action for action, _ in program.actions if self._takes_data(action)])
         self.value_store.enter(program.ownership)
+        self._census.enter(program.ownership.slots_of(self.context.worker))
         self.end.enter(plane, program.ownership, program.routes)
         self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
         if self.context.shards is not None:
@@ -225,6 +228,7 @@ class Executor:
             if waits is not None and step == self.step:
                 self._times.take_off(action, waits.total_ns() - waited_ns)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
+            self._census.look()
         if strikes:
             self._leave()
             self._strike(action, "after")
@@ -271,6 +275,7 @@ class Executor:
         if any(stage in (0, self.context.job.slots - 1) for _, stage in replicas.stages):
             self._loader.follow(self.step)
         self.forget_step()
+        self._census.end_step(self.step)
         self.step += 1
 
     def begin_at(self, step: int) -> None:
