@@ -14,9 +14,10 @@ from engine.core.action import Program
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.job.job import Job
-from engine.core.job.memory_model import StageBytes, TensorBytes, predicted_tensors, residual_of
+from engine.core.job.memory_model import StageBytes
 from engine.core.job.partition import initial_program, known_ownership
 from engine.core.job.schedule_comparison import over_none
+from engine.core.job.tensor_model import TensorBytes, predicted_tensors, residual_of
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dry_run import bubbles, dry_run, grid_lines
 from engine.core.program.passes import lazy_slots

@@ -117,7 +117,7 @@ class LoggerFeed:
         from engine.report.load import load
 
         time = load(read_history(self._growing.path), most_actions=_MOST_TIMED).time
-        means = time.filter(regex="^step$|_ms$").groupby("step").mean()
+        means = time.drop(columns=["worker", "flops", "mfu"]).groupby("step").mean()
         for step, *ms in means.itertuples():
             kinds = (name.removesuffix("_ms") for name in means.columns)
             self._call("times", StepTimes(int(step), dict(zip(kinds, ms, strict=True))))

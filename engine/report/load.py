@@ -217,8 +217,7 @@ def load(
 
     Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
     """
-    origin_ns = history.begin_ns
-    steps, actions = steps_table(history), actions_of(history, most_actions)
+    origin_ns, steps, actions = history.begin_ns, steps_table(history), actions_of(history, most_actions)
     recovery = recovery_table(history, actions, steps)
     stamps = [each.at_ns for each in history.training_records if isinstance(each, StampedRecord)]
     # If training has ended, that is the last, whatever a damaged file of actions says.

@@ -17,7 +17,8 @@ from engine.core.history.run_records import (
     TensorsRecord,
 )
 from engine.core.job.job import Job
-from engine.core.job.memory_model import BySlot, StageBytes, TensorBytes, predicted_tensors, residual_of
+from engine.core.job.memory_model import StageBytes
+from engine.core.job.tensor_model import BySlot, TensorBytes, predicted_tensors, residual_of
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_program
 

@@ -2,19 +2,21 @@
 
 Rules: it reads what replicas, stash and log hold, and changes nothing. The first step of all has no moments yet, so two
 steps are counted; the steps after them hold the same. A residual has the size that the trial of its layers found. See
-`engine.core.job.memory_model` for the kinds and what is left out.
+`engine.core.job.tensor_model` for the kinds and what is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
+from torch import Tensor
+
 from engine.core.history.run_records import TensorsRecord
-from engine.core.job.memory_model import BySlot, TensorBytes, residual_of
+from engine.core.job.tensor_model import BySlot, TensorBytes, residual_of
 from engine.core.ownership import Slot
 from engine.core.value import Kind, Value
 from engine.runtime.device.copies import tensors_of
-from engine.runtime.stage.gradient_log import LogEntry
+from engine.runtime.stage.gradient_log import GradientStreams, LogEntry
 from engine.runtime.stage.memory_watch import num_bytes
 from engine.runtime.stage.replicas import Replicas, ValueStore
 from engine.runtime.stage.stage import Stage
@@ -27,9 +29,15 @@ class TensorCensus:
     """The tensors of one worker; `entries` returns the means and log entries of the open step."""
 
     def __init__(
-        self, replicas: Replicas, values: ValueStore, entries: Entries, write: Callable[[TensorsRecord], None]
+        self,
+        replicas: Replicas,
+        values: ValueStore,
+        streams: GradientStreams,
+        entries: Entries,
+        write: Callable[[TensorsRecord], None],
     ):
-        self._replicas, self._values, self._entries, self._write = replicas, values, entries, write
+        self._replicas, self._values, self._streams = replicas, values, streams
+        self._entries, self._write = entries, write
         self._left, self._most, self._total = 0, BySlot(), 0
         self._own: Collection[Slot] = ()
         self._told: tuple[BySlot, BySlot] = {}, {}
@@ -67,14 +75,14 @@ class TensorCensus:
             if slot is not None and not _is_in_stash(value, stages.get((value.pipeline, value.stage))):
                 size = num_bytes(tensors_of(tensors))
                 held[slot] = held[slot].plus(TensorBytes(retained=size) if stays else TensorBytes(transfer=size))
-        counted = {
-            each.grad.data_ptr() for stage in stages.values() for each in stage.trained() if each.grad is not None
-        }
+        counted = {grad.data_ptr() for stage in stages.values() for grad in _accumulators(stage)}
         for slot, entry in self._entries():
             for gradient in (each for named in entry.gradients.values() for each in named.values()):
                 if gradient.data_ptr() not in counted and slot in held:
                     counted.add(gradient.data_ptr())
                     held[slot] = held[slot].plus(TensorBytes(transfer=gradient.nbytes))
+        for slot, streamed in self._streams.held():
+            held[slot] = held[slot].plus(TensorBytes(accumulators=num_bytes(streamed)))
         return held
 
     def _of_stage(self, stage: Stage) -> TensorBytes:
@@ -90,21 +98,25 @@ class TensorCensus:
             moments=num_bytes(moments),
             buffers=num_bytes(stage.buffers()) + num_bytes(boundary.values()),
             stash=(len(stage.residuals) + len(stage.pending)) * self.residual(stage),
-            accumulators=num_bytes(each.grad for each in stage.trained() if each.grad is not None),
+            accumulators=num_bytes(_accumulators(stage)),
         )
 
     def residual(self, stage: Stage) -> int:
         """Returns the bytes of one microbatch in the stash of a stage."""
-        layers, found = list(stage.layers), self._replicas.residuals
-        return residual_of(stage.job, layers, {layer: size for layer, (size, _) in found.items()}) + (
-            found[layers[0]][1] if layers[0] in found else 0
-        )
+        layers, tried = list(stage.layers), self._replicas.residuals
+        size = residual_of(stage.job, layers, {layer: sizes[0] for layer, sizes in tried.items()})
+        return size + (tried[layers[0]][1] if layers[0] in tried else 0)
 
     def _slot_of(self, value: Value) -> Slot | None:
         """Returns the slot that a value is here for: the own one that takes it, else the own one that made it."""
         further = 1 if value.kind is Kind.ACTIVATION else -1
         near = ((value.pipeline, value.stage + further), (value.pipeline, value.stage))
-        return next((slot for slot in near if slot in self._own), next(filter(self._replicas.stages.get, near), None))
+        here = [slot for slot in near if slot in self._replicas.stages]
+        return next((slot for slot in here if slot in self._own), here[0] if here else None)
+
+
+def _accumulators(stage: Stage) -> list[Tensor]:
+    return [parameter.grad for parameter in stage.trained() if parameter.grad is not None]
 
 
 def _is_in_stash(value: Value, stage: Stage | None) -> bool:

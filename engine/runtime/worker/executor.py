@@ -130,8 +130,9 @@ class Executor:
         self._copies = device.copies
         self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
         self.end = StepEnd(context)
-        self._census = TensorCensus(context.replicas, self.value_store, self.end.entries, context.recorder.write)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
+        held = context.replicas, self.value_store, self.streams, self.end.entries
+        self._census = TensorCensus(*held, context.recorder.write)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
