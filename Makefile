@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -119,6 +119,10 @@ soak-detection: $(TEST_STAMP)
 # Ctrl-C at every moment of each command, answered in 0.3 s and ended in 2: some six minutes, on an idle machine only.
 soak-interrupts: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.interrupt_soak --rounds 3
+
+# The table of time beside clocks outside of it: some five minutes on two cores.
+soak-times: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.time_soak
 
 # How long training stood, by the reports of 40 runs and by an observer outside of them: some eight minutes on two cores.
 soak-stalls: $(TEST_STAMP)

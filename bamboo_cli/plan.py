@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from bamboo_cli.echo import echo
 from bamboo_cli.worker_rows import slots_text
+from engine.core.action import Program
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
 from engine.core.job.partition import initial_program, known_ownership
 from engine.core.job.schedule_comparison import over_none
+from engine.core.job.tensor_model import TensorBytes, predicted_tensors, residual_of
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import pairs_in
 from engine.core.program.dry_run import bubbles, dry_run, grid_lines
@@ -55,6 +59,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
             "shadows": _shadows(ownership),
             "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
         }
+        plan |= {"tensors": tensors_of(job, program, ownership, costs)} if costs is not None else {}
         _print_json(plan, job, faults, costs)
         return
     echo(f"{name_of(job.schedule)}: {_sizes(job)}")
@@ -72,6 +77,38 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
     echo(f"peak stashed activations, in microbatches{of_block}: {stash}")
     _print_faults(faults, job, costs)
+    if costs is not None:
+        _print_tensors(tensors_of(job, program, ownership, costs))
+
+
+def tensors_of(job: Job, program: Program, ownership: Ownership, costs: Costs) -> list[dict[str, Any]]:
+    """Returns the predicted bytes of the tensors of each worker by kind, at the boundary and at the peak of a step."""
+    sizes, residuals, rows = dict[int, StageBytes](), dict[int, int](), list[dict[str, Any]]()
+    of_layer = {each["layer"]: each["residual"] for each in costs["layers"]}
+    for stage in range(job.slots):
+        mine = [each for each in costs["layers"] if each["stage"] == stage]
+        weights, trained, moments, buffers = (
+            sum(each[kind] for each in mine) for kind in ("weights", "gradients", "optimizer", "buffers")
+        )
+        shares = job.pipelines if job.fsdp else 1
+        sizes[stage] = StageBytes(weights // shares, weights, trained, moments // shares, buffers, mine[-1]["output"])
+        residuals[stage] = residual_of(job, [each["layer"] for each in mine], of_layer) + mine[0]["input"]
+    for worker, actions in program.items():
+        held = zip(
+            ("boundary", "peak"), predicted_tensors(job, actions, ownership, worker, sizes, residuals), strict=True
+        )
+        for at, by_slot in held:
+            total = reduce(TensorBytes.plus, by_slot.values(), TensorBytes())
+            rows.append({"worker": worker, "at": at, **total._asdict(), "total": sum(total)})
+    return rows
+
+
+def _print_tensors(rows: Sequence[Mapping[str, Any]]) -> None:
+    from bamboo_cli.tables import print_table
+
+    echo("predicted tensors, without what a computation takes for itself:")
+    texts = [[str(row["worker"]), row["at"], *map(size_text, list(row.values())[2:])] for row in rows]
+    print_table(tuple(rows[0]), (True, False, *[True] * (len(rows[0]) - 2)), texts)
 
 
 def _print_json(plan: dict[str, Any], job: Job, faults: Sequence[Fault], costs: Costs | None) -> None:

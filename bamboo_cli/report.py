@@ -45,6 +45,10 @@ class Table(StrEnum):
     EVALUATIONS = "evaluations"
     NORMS = "norms"
     MEMORY = "memory"
+    TENSORS = "tensors"
+    TIME = "time"
+    STAGES = "stages"
+    EDGES = "edges"
 
 
 class Format(StrEnum):

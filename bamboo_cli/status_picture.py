@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _WORDS = {"in": "at work"}  # the state of a worker -> its word for a reader, if it is another
 _LATE_S = 3.0  # a launcher writes to its store each second; this much later, the picture says so
-_TITLES = ("worker", "state", "stages", "stages before", "step", "last action", "silent s", "pid")
-_NUMERIC = (True, False, False, False, True, False, True, True)
+_TITLES = ("worker", "state", "stages", "stages before", "step", "last action", "silent s", "tensors MiB", "pid")
+_NUMERIC = (True, False, False, False, True, False, True, True, True)
 
 
 class StatusPicture:
@@ -110,6 +110,7 @@ def _row(worker: WorkerStatus, status: RunStatus, several: bool) -> tuple[str | 
         str(worker.step) if worker.step >= 0 else "",
         worker.last_action,
         "" if worker.heard_s_ago is None else f"{worker.heard_s_ago:.1f}",
+        f"{worker.tensor_bytes / 2**20:,.1f}" if worker.tensor_bytes else "",
         str(worker.pid),
     )
 

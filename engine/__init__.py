@@ -23,6 +23,7 @@ sample: one input of the model with its target.
 microbatch: the part of a step's samples that passes through a pipeline at once.
 op: the kind of an action, such as F, B, SEND_F or COMMIT.
 action: one thing that a worker does, (stage, op, microbatch), written ``2F0``.
+chore: what a worker does beside its actions: it loads data, audits, copies for a checkpoint, validates.
 forward: the computation of a stage's outputs from its inputs.
 backward: the computation of a stage's gradients, whole or split into those of inputs and of weights.
 residual: the tensors that a forward keeps for its backward.

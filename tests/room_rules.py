@@ -34,7 +34,7 @@ harness: codec core.checks core.faults core.history core.hosts core.job core.pro
     observers runtime.agent runtime.checkpoint runtime.faults runtime.process runtime.store
 models: codec core.job
 models.traced: core.job models
-observers: core.checks core.history core.job files runtime.process
+observers: core.checks core.history core.job files report runtime.process
 report: codec core.checks core.history core.job core.program
 report.pages: core.checks core.history core.job core.program engine report
 runtime.agent: codec core.checks core.faults core.history core.hosts core.job core.program core.protocol files

@@ -19,7 +19,16 @@ from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import StartedRecord
 from engine.core.history.run_history import ActionFiles, ReplicatedDecisions, RunHistory, history_of
 from engine.core.history.run_records import ActionRecord, Record, UnreadLine
-from engine.core.history.step_files import ENTRY_BYTES, FOLDER, StepFile, actions_in, marked_steps, span_of, step_file
+from engine.core.history.step_files import (
+    CHORES,
+    ENTRY_BYTES,
+    FOLDER,
+    StepFile,
+    actions_in,
+    marked_steps,
+    span_of,
+    step_file,
+)
 from engine.files.atomic_write import open_to_read
 from engine.files.run_folder import refuse_size
 
@@ -88,12 +97,13 @@ class StepReader(ActionFiles):
         for worker, first in newest.items():
             with contextlib.suppress(OSError), (self._folder / str(StepFile(first, worker))).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size // ENTRY_BYTES - 1) * ENTRY_BYTES)
-                for action in actions_in(file.read(ENTRY_BYTES), worker, pids.get(worker, 0)):
+                file.seek(max(0, size // ENTRY_BYTES - _LAST) * ENTRY_BYTES)
+                for action in actions_in(file.read(), worker, pids.get(worker, 0)):
                     actions[worker] = action
         return actions
 
 
+_LAST = 2 + len(CHORES)  # entries, one of which is an action: no chore follows itself without one
 _CHUNK_BYTES = 8_000_000
 _MOST_LINE_BYTES = 1 << 20
 _MOST_LONG_BYTES = 1 << 26  # for the losses of a twin with millions of steps, and the seal of thousands of files

@@ -97,6 +97,14 @@ class ValidationDone:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of a step went: milliseconds by kind (docs/time.md), in the mean over its workers."""
+
+    step: int
+    ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingDone:
     """The end of training: its outcome in one word, its exit code, the committed steps, and the error, if any.
 
@@ -129,6 +137,9 @@ class Logger(Protocol):
     def validation(self, done: ValidationDone) -> None:
         """Called after a validation pass."""
 
+    def times(self, done: StepTimes) -> None:
+        """Called at the end of training for each step, before `finish`; of a long run for some ranges of steps."""
+
     def finish(self, done: TrainingDone) -> None:
         """Called last, at the end of training."""
 
@@ -136,7 +147,7 @@ class Logger(Protocol):
 FILE = "logged.csv"  # in the run's folder, written line by line
 _COLUMNS = (
     *("step", "at_s", "loss", "grad_norm", "lr", "seconds", "samples_per_s"),
-    *("evaluated", "validation_loss", "metrics", "recovery"),
+    *("evaluated", "validation_loss", "metrics", "recovery", "times_ms"),
 )
 
 
@@ -165,6 +176,10 @@ class CsvLogger:
         row = {"step": done.step, "at_s": f"{done.at_s:.3f}", "evaluated": done.name}
         self._write({**row, "validation_loss": done.loss, "metrics": metrics})
 
+    def times(self, done: StepTimes) -> None:
+        """Writes where the time of a step went, as ``kind=milliseconds``."""
+        self._write({"step": done.step, "times_ms": " ".join(f"{kind}={ms:.3f}" for kind, ms in done.ms.items() if ms)})
+
     def finish(self, done: TrainingDone) -> None:
         """Closes the file."""
         os.close(self._fd)
@@ -191,6 +206,9 @@ class _FigureLogger:
     def validation(self, done: ValidationDone) -> None:
         figures = {"loss": done.loss, **done.metrics}
         self._log({f"{done.name}/{name}": value for name, value in figures.items()}, done.step, done.at_s)
+
+    def times(self, done: StepTimes) -> None:
+        self._log({f"time/{kind}_ms": ms for kind, ms in done.ms.items()}, done.step)
 
     def _log(self, figures: Mapping[str, float], step: int, at_s: float | None = None) -> None:
         raise NotImplementedError
@@ -294,6 +312,9 @@ class WandbLogger(_FigureLogger):
         """Logs the stall of a recovery."""
         self._num_recoveries += 1
         super().recovery(done)
+
+    def times(self, done: StepTimes) -> None:
+        """Logs nothing: W&B accepts no figure of a step that is over."""
 
     def _log(self, figures: Mapping[str, float], step: int, at_s: float | None = None) -> None:
         self._run.log(dict(figures), step=step)

@@ -43,10 +43,20 @@ from engine.core.job.job import FACTORY, Job, logger_names
 from engine.core.job.torch_parts import LR_SCHEDULES, learning_rate
 from engine.core.ownership import Slot
 from engine.files.atomic_write import open_to_append
-from engine.files.events_file import GrowingEvents
-from engine.observers.loggers import CoverDone, PhaseDone, RecoveryDone, StepDone, TrainingDone, ValidationDone
+from engine.files.events_file import GrowingEvents, StepReader, read_history
+from engine.observers.loggers import (
+    CoverDone,
+    PhaseDone,
+    RecoveryDone,
+    StepDone,
+    StepTimes,
+    TrainingDone,
+    ValidationDone,
+)
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import present
+
+_MOST_TIMED = 100_000  # actions
 
 
 class LoggerFeed:
@@ -94,9 +104,23 @@ class LoggerFeed:
                 self._call("validation", ValidationDone(record.step, record.name, record.samples, *figures))
             case TrainingEndedRecord():
                 history = self._log.history
+                self._tell_times(record.outcome)
                 ended = history.committed + 1, history.error, _wall_s(record.at_ns), history.notice
                 self._call("finish", TrainingDone(record.outcome, record.exit_code, *ended))
                 self.is_over = True
+
+    def _tell_times(self, outcome: str) -> None:
+        """Reads actions of the run, which takes too long for a step; there is no time for it after an interrupt."""
+        is_left_out = outcome == "interrupted" or not hasattr(self._logger, "times")
+        if is_left_out or not StepReader(self._folder).num_bytes:
+            return
+        from engine.report.load import load
+
+        time = load(read_history(self._growing.path), most_actions=_MOST_TIMED).time
+        means = time.drop(columns=["worker", "flops", "mfu"]).groupby("step").mean()
+        for step, *ms in means.itertuples():
+            kinds = (name.removesuffix("_ms") for name in means.columns)
+            self._call("times", StepTimes(int(step), dict(zip(kinds, ms, strict=True))))
 
     def _step(self, record: CommitRecord, recoveries: tuple[RecoveryDone, ...]) -> StepDone:
         job, lr = self._log.history.job, None

@@ -18,10 +18,12 @@ from engine.core.action import COMPUTE_OPS, OP_TABLE, Action, LegendEntry, Op, S
 from engine.core.history.process_records import StartedRecord
 from engine.core.history.run_history import ActionFiles, RunHistory
 from engine.core.history.step_files import (
+    CHORES,
     ENTRY_BYTES,
     FIELDS,
     OPS,
     action_of,
+    is_chore,
     is_entry,
     marked_steps,
     span_of,
@@ -39,6 +41,7 @@ NOT_BUSY = (KINDS.index("transfer"), KINDS.index("waiting"))
 _KINDS = np.array([KIND_OF[op] for op in OPS], dtype=np.int8)
 _IS_BUSY = ~np.isin(_KINDS, NOT_BUSY)
 _IS_ENTRY = np.array([[is_entry(op, mark) for mark in range(256)] for op in range(256)])
+_IS_CHORE = np.array([[is_chore(chore, mark) for mark in range(256)] for chore in range(256)])
 BAR_COLUMNS = ["worker", "step", "epoch", "start_ns", "end_ns", "busy_ns"]
 
 
@@ -60,6 +63,7 @@ class Sums:
     workers: dict[int, Totals] = field(default_factory=dict)
     bars: list[pd.DataFrame] = field(default_factory=list)  # per worker, step and epoch: BAR_COLUMNS
     unread: int = 0
+    chores: list[tuple[int, np.ndarray]] = field(default_factory=list)  # of the last range
 
     def add(self, worker: int, entries: np.ndarray) -> None:
         """Adds some actions of a worker; not their bars."""
@@ -88,11 +92,14 @@ class Sums:
 
 def entries_of(files: ActionFiles, first: int, sums: Sums) -> Iterator[tuple[int, np.ndarray]]:
     """Yields each worker with its actions in a range of steps, and adds them to `sums`."""
+    sums.chores = []
     for worker, data in files.read(first):
         entries = np.frombuffer(data, dtype=np.dtype(FIELDS), count=len(data) // ENTRY_BYTES)
         good = _IS_ENTRY[entries["op"], entries["mark"]]
         if not good.all():
-            sums.unread += int(len(good) - good.sum())
+            chores = _IS_CHORE[entries["op"], entries["mark"]]
+            sums.unread += int((~good & ~chores).sum())
+            sums.chores.append((worker, entries[chores]))
             entries = entries[good]
         sums.add(worker, entries)
         yield worker, entries
@@ -159,6 +166,7 @@ class Actions:
     of_recoveries: pd.DataFrame
     bars: pd.DataFrame
     sums: Sums
+    chores: pd.DataFrame  # of the same steps as the table
 
 
 def actions_of(history: RunHistory, most: int | None = MOST_ACTIONS) -> Actions:
@@ -169,7 +177,7 @@ def actions_of(history: RunHistory, most: int | None = MOST_ACTIONS) -> Actions:
     chosen = _chosen(ranges, marked, span, most)
     epochs_ns = np.array([each.at_ns for each in history.epochs], dtype=np.int64)
     numbers = np.array([0, *(each.epoch for each in history.epochs)], dtype=np.int64)
-    tables, of_recoveries = [], []
+    tables, of_recoveries, chores = [], [], [_chores([])]
     for first in ranges:
         parts = list(entries_of(history.files, first, sums))
         if first not in chosen and first // span not in marked:
@@ -180,9 +188,22 @@ def actions_of(history: RunHistory, most: int | None = MOST_ACTIONS) -> Actions:
         of_recoveries.append(table[(table["op"] == Op.HEAL.value) | table["replayed"]])
         if first in chosen:
             tables.append(table)
+            chores.append(_chores(sums.chores))
     none = _table(history, _NO_ACTIONS)
     bars = pd.concat([each for each in sums.bars if len(each)] or [pd.DataFrame(columns=BAR_COLUMNS, dtype="int64")])
-    return Actions(_joined(tables, none), _joined(of_recoveries, none), bars, sums)
+    return Actions(
+        _joined(tables, none), _joined(of_recoveries, none), bars, sums, pd.concat(chores, ignore_index=True)
+    )
+
+
+def _chores(parts: list[tuple[int, np.ndarray]]) -> pd.DataFrame:
+    """Returns one row per chore; of its slot and microbatch only data have a meaning."""
+    entries = np.concatenate([np.empty(0, dtype=np.dtype(FIELDS)), *(each for _, each in parts)])
+    workers = np.repeat([worker for worker, _ in parts], [len(each) for _, each in parts])
+    places = {name: entries[name].astype(np.int64) for name in ("step", "pipeline", "stage", "microbatch")}
+    times = {"start_ns": entries["start_ns"], "end_ns": entries["start_ns"] + entries["length_ns"]}
+    names = np.array([str(each) for each in CHORES], dtype=object)[entries["op"]]
+    return pd.DataFrame({"worker": workers.astype(np.int64), **places, "chore": names, **times})
 
 
 def _joined(tables: Sequence[pd.DataFrame], none: pd.DataFrame) -> pd.DataFrame:

@@ -62,6 +62,8 @@ def title_of(name: str) -> str:
     return f"{first.upper() if first in _RUNS else first} {rest}".rstrip()
 
 
+_TIMES = ("time", "stages")  # the tables with many kinds of time
+
 # The columns of the recoveries that fit into a line.
 _SUMMARY = [
     "run",
@@ -79,8 +81,14 @@ _SUMMARY = [
 
 
 def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns the table of this name; the recoveries are reduced to one line each."""
-    return table[_SUMMARY] if name == "recovery" else table
+    """Returns the table of this name: recoveries in one line each, times summed over steps, without empty kinds."""
+    if name == "recovery":
+        return table[_SUMMARY]
+    if name == "time":
+        of_worker = table.groupby(["run", "worker"], as_index=False)
+        sums = of_worker.sum(min_count=1).drop(columns=["step", "mfu"])
+        table = of_worker.agg(steps=("step", "nunique"), mfu=("mfu", "mean")).merge(sums)
+    return table.loc[:, [not each.endswith("_ms") or table[each].any() for each in table]] if name in _TIMES else table
 
 
 def for_terminal(table: pd.DataFrame) -> tuple[list[str], list[bool], list[list[str]]]:

@@ -15,7 +15,7 @@ the evidence of a run folder; without one they are shown as not verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -53,6 +53,8 @@ from engine.report.tables import (
     takeovers_table,
     workers_table,
 )
+from engine.report.tensor_table import tensors_table
+from engine.report.time_table import StageFacts, TimeTables, stage_facts
 
 # The exceptions that ended workers, in sentences.
 
@@ -118,7 +120,11 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
 }
 
-TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "norms", "memory")
+TABLES = (
+    *("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "norms", "memory"),
+    "tensors",
+    *("time", "stages", "edges"),
+)
 PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights
 _SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
 
@@ -160,12 +166,36 @@ class RunTables:
     moves: tuple[str, ...] = ()  # the slow workers, the wishes of the policy and each hand-over, in sentences
     loads: tuple[str, ...] = ()  # the loads of GPUs, in sentences
     deadly: tuple[str, ...] = ()  # the hosts that could not be lost, and from which epoch on, in sentences
+    tensors: pd.DataFrame = field(default_factory=pd.DataFrame)
+    chores: pd.DataFrame = field(default_factory=pd.DataFrame)
+    epochs: tuple[EpochRecord, ...] = ()
+    facts: StageFacts = field(default_factory=StageFacts)
     goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
     def samples(self) -> pd.DataFrame:
         """The ledger of samples; made when it is asked for, because it has a row for every microbatch."""
         return samples_table(self.job, self.steps["step"], self.num_samples)
+
+    @property
+    def times(self) -> TimeTables:
+        """The tables of time; made when they are asked for, because they run each program dry."""
+        return TimeTables(self.actions, self.chores, self.job, self.epochs, self.facts)
+
+    @property
+    def time(self) -> pd.DataFrame:
+        """Where the time of each worker went, by step."""
+        return self.times.time()
+
+    @property
+    def stages(self) -> pd.DataFrame:
+        """Where the time went, by slot."""
+        return self.times.stages()
+
+    @property
+    def edges(self) -> pd.DataFrame:
+        """The activations and gradients that workers sent, by sender, receiver and border."""
+        return self.times.edges()
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -187,17 +217,13 @@ def load(
 
     Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
     """
-    origin_ns = history.begin_ns
-    steps, actions = steps_table(history), actions_of(history, most_actions)
+    origin_ns, steps, actions = history.begin_ns, steps_table(history), actions_of(history, most_actions)
     recovery = recovery_table(history, actions, steps)
     stamps = [each.at_ns for each in history.training_records if isinstance(each, StampedRecord)]
-    stamps += history.commits.at_ns[-1:]
-    if history.training_ended is None:  # else it is the last, whatever a damaged file of actions says
-        stamps.append(actions.sums.end_ns)
-    twin, judgement = history.first(TwinRecord), judgement_of(history, proof)
-    partition = history.first(PartitionRecord)
+    # If training has ended, that is the last, whatever a damaged file of actions says.
+    stamps += [*history.commits.at_ns[-1:], *([] if history.training_ended else [actions.sums.end_ns])]
+    twin, partition, judgement = history.first(TwinRecord), history.first(PartitionRecord), judgement_of(history, proof)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
-    unread = [f"{counted(actions.sums.unread, 'action')} could not be read"] if actions.sums.unread else []
     return RunTables(
         name,
         history.job,
@@ -223,25 +249,30 @@ def load(
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
-        (*gaps(history), *unread, *_missing(history)),
+        (*gaps(history), *_missing(history, actions.sums.unread)),
         history.not_kept,
         0 if partition is None else partition.samples,
         tuple(moves_in_words(history)),
         tuple(loads_in_words(history)),
         tuple(f"From epoch {epoch} on {each.text}." for epoch, each in history.in_epochs(DeadlyRecord)),
+        tensors_table(history),
+        actions.chores,
+        tuple(history.epochs),
+        stage_facts(history),
     )
 
 
-def _missing(history: RunHistory) -> list[str]:
+def _missing(history: RunHistory, unread: int) -> list[str]:
+    told = [f"{counted(unread, 'action')} could not be read"] if unread else []
     span, there = span_of(history.job), history.files.ranges().keys()
     out = left_out_steps(history)
     begun = history.commits.steps[0] if history.commits else 0
     firsts = (first for first in range(begun - begun % span, history.committed + 1, span) if first not in there)
     gone = [first for first in firsts if not any(begin <= first <= end for begin, end in out)]
     if not gone:
-        return []
+        return told
     steps = sum(min(span, history.committed + 1 - first) for first in gone)
-    return [f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time counts them"]
+    return [*told, f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time counts them"]
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

@@ -76,6 +76,8 @@ def test_layers_are_a_table_with_sums_of_stages(
         "gradients": 4000,
         "optimizer": 8000,
         "buffers": 0,
+        "residual": 100,
+        "input": 64,
     }
     layer = {"name": "in", "kind": "Linear", "parameters": 1000, "output": 64, **sizes}
     layers = [layer | {"layer": number, "stage": number} for number in range(2)]
@@ -83,10 +85,13 @@ def test_layers_are_a_table_with_sums_of_stages(
         job_checks, "layer_costs", lambda job: {"layers": layers, "parameters": 2000, "notes": ["a note"]}
     )
     print_plan(Job(stages=2, microbatches=2), as_json=False, build=True)
-    *_, first, total, _, _, model, note = capsys.readouterr().out.splitlines()
+    *_, first, total, _, _, model, note, about, titles, _, peak, _, _ = capsys.readouterr().out.splitlines()
     assert first.split() == "0 in (Linear) 0 1,000 2.00 16 kB 0.064 kB".split()
     assert total.split() == "= stage 0 1,000 2.00 16 kB 0.064 kB".split()
     assert model.startswith("model: 2,000 parameters, 8.00 MFLOP per step") and note == "a note"
+    assert about.startswith("predicted tensors") and titles.split()[-1] == "total"
+    # Weights and moments of two slots, as each shadows the other; two activations that a successor may need; the log.
+    assert peak.split() == "0 peak 8 kB 16 kB 0 kB 0 kB 4 kB 0.128 kB 4 kB 32.13 kB".split()
 
 
 def test_redundant_forwards_are_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ step epoch data_epoch first count worker pid code pipeline stage microbatch kind
 exit_code steps_compared difference_step difference_layer
 lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss validation_metric a_n b_n
 samples accuracy f1 layer
+steps sender receiver from_stage to_stage messages flops mfu
 """.split()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,7 +105,9 @@ def test_a_kill_a_twin_a_module_with_its_weights_and_a_logger_that_raises() -> N
     assert run.result is not None and run.result.twin == {"steps_compared": 6, "difference": None}
     whole, full = run.result.plain["loggers"]
     assert (whole["whole"], full["whole"], full["last_step"]) == (True, False, -1) and "is full" in full["error"]
-    assert len((run.folder / FILE).read_text().splitlines()) == 1 + 6 + 1 + 1  # titles, steps, recovery, validation
+    rows = (run.folder / FILE).read_text().splitlines()
+    assert len(rows) == 1 + 6 + 1 + 1 + 6  # titles, steps, recovery, validation, times of steps
+    assert re.fullmatch(r"0,+wall=[0-9.]+ data=[0-9.]+ forward=[0-9.]+ backward=.*", rows[-6])
     init = Path(json.loads(RunFolder(run.folder).run_json.read_text())["init"]["file"])
     assert init.parent == Path("results") and init.name.startswith("init-")
 

@@ -170,3 +170,12 @@ def test_where_a_step_has_one_microbatch_it_is_tried_twice() -> None:
             return super().microbatch(step, pipeline, microbatch, size)
 
     assert refused(check_of(between(Counting), Only(0), microbatches=1))
+
+
+def test_flops_of_a_layer_are_counted() -> None:
+    job = Job(model="mlp", model_args={"depth": 2, "width": 16}, stages=2, microbatch_size=3)
+    built = build_model(job, DATA.facts)
+    check = PureCheck(job, built, DATA, starts_of(job, built), borders_of(job, built, DATA))
+    run(check)
+    middle = next(trial for trial in check.trials if trial.index == 1)
+    assert middle.flops == (2 * 3 * 16 * 16, 4 * 3 * 16 * 16), "the backward makes gradients of inputs and of weights"

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from engine.codec.records import decoded
+from engine.core.action import Action, Op
 from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import FailedRecord, KnownRecord, StoreEndedRecord
 from engine.core.history.run_records import ActionRecord, AuditRecord, MovedRecord, PreparedRecord
-from engine.core.history.step_files import ENTRY_BYTES, FOLDER
+from engine.core.history.step_files import ENTRY_BYTES, FOLDER, Chore, done_in
 from engine.files.events_file import StepReader
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
@@ -42,6 +43,20 @@ def _steps_fd(tmp_path: Path) -> Iterator[int]:
     fd = open_steps(tmp_path / FOLDER)
     yield fd
     os.close(fd)
+
+
+def test_a_chore_is_written_with_the_next_action_or_at_the_end(events: int, steps_fd: int, tmp_path: Path) -> None:
+    recorder = Recorder(events, 3, StepWriter(steps_fd, 3, 10))
+    recorder.chore(1, 6, Chore.DATA, 100, "0F1")
+    assert StepReader(tmp_path).ranges() == {}
+    recorder.action(1, 6, "0F1", 90, 250)
+    assert StepReader(tmp_path).ranges() == {0: 2 * ENTRY_BYTES}
+    recorder.chore(1, 6, Chore.AUDIT, 300)
+    recorder.close()
+    found = StepReader(tmp_path)
+    assert found.ranges() == {0: 3 * ENTRY_BYTES} and found.last_actions({})[3].action == "0F1"
+    ((worker, data),) = found.read(0)
+    assert worker == 3 and [action for *_, action in done_in(data)] == [Action(0, Op.F, 1)]
 
 
 def test_an_action_is_an_entry_in_the_file_of_its_steps(events: int, steps_fd: int, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, WorkerBytes, worker_bytes
 from engine.core.job.partition import fresh_ownership, shadowed
 from engine.files.events_file import read_history
+from engine.report.tensor_table import tensors_table
 from engine.runtime.agent.session import run_session
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.process.thread_server import ThreadServer
@@ -103,6 +104,13 @@ def test_the_model_predicts_the_tensors_of_each_worker(
         assert (found.weights + gathered, found.optimizer, found.gradients) == predicted[worker][:3]
         assert found.buffers == predicted[worker].buffers
         assert predicted[worker].borders * job.retains == found.borders
+    tensors = tensors_table(history)
+    tensors = tensors[tensors["predicted_mib"].notna()]
+    assert {*tensors["worker"]} == {*predicted} and {*tensors["at"]} == {"boundary", "peak"}
+    peaks = tensors[tensors["at"] == "peak"].groupby("worker")["step"].nunique()
+    assert peaks.max() == 1, "the second step is as all later ones"
+    share = tensors["total_mib"] / tensors["predicted_mib"]
+    assert share.between(0.95, 1.05).all(), tensors[~share.between(0.95, 1.05)].to_string()
     kept = [each.bytes for each in history.of(KeptRecord)]
     copies = sum(each.copies for each in predicted.values())
     times = {"1": 2, "end": 1, "0": 0}[job.checkpoint_every]

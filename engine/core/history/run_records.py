@@ -74,11 +74,18 @@ class PartitionRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PureCheckRecord(StampedRecord):
-    """A worker has checked its layers for purity in `ms` milliseconds; it could not check the `unchecked` ones."""
+    """A worker has checked its layers for purity in `ms` milliseconds; it could not check the `unchecked` ones.
+
+    `flops` are those of a microbatch, as (layer, forward, backward); `residuals` the bytes that it keeps for its
+    backward, as (layer, bytes, bytes of its input). `gpu` is the name of the worker's GPU.
+    """
 
     ms: float
     layers: int
     unchecked: tuple[str, ...]
+    flops: tuple[tuple[int, int, int], ...] = ()
+    residuals: tuple[tuple[int, int, int], ...] = ()
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,6 +410,19 @@ class MemoryRecord(StampedRecord):
     allocated: int
     reserved: int
     predicted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsRecord(StampedRecord):
+    """The writing worker held tensors of so many bytes at the boundary behind a step, and at the peak inside of it.
+
+    A row has pipeline, stage, weights, moments, buffers, stash, accumulators, retained, transfer. The steps after the
+    first two of a program hold the same as these.
+    """
+
+    step: int
+    boundary: tuple[tuple[int, int, int, int, int, int, int, int, int], ...]
+    peak: tuple[tuple[int, int, int, int, int, int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -27,13 +28,15 @@ from engine.core.job.job import Job
 #
 # Rules: a file holds a range of steps, and its name has the first of them. All ranges of a run are equally long. One
 # process writes a file. `actions-W-F.bin` has an entry of 32 bytes for each action of worker W, in the order of
-# writing. `hashes-F.jsonl` has a line for each audit. So a whole range can be left out without reading its files.
+# writing, and one for each chore. `hashes-F.jsonl` has a line for each audit. So a whole range can be left out without
+# reading its files.
 
 FOLDER = "steps"
 _ENTRY = Struct("<qqIIQ")  # begin and length in ns, step, epoch, the work
 ENTRY_BYTES = _ENTRY.size
 OPS = tuple(Op)  # the place of an op is its number in an entry: a change needs a new version of the format
-_MARK = 0xA5  # in the last byte of each entry: other bytes are no entry
+_MARK, _CHORE_MARK = 0xA5, 0xA6  # in the last byte of each entry, of a chore: other bytes are no entry
+_PLACE = (1 << 48) - 1  # the bits of stage, pipeline and microbatch
 # The same entry for numpy: the work is a stage, a pipeline, a microbatch, an op and the mark.
 FIELDS = [
     *(("start_ns", "<i8"), ("length_ns", "<i8"), ("step", "<u4"), ("epoch", "<u4"), ("stage", "<u2")),
@@ -42,6 +45,18 @@ FIELDS = [
 _NAME = re.compile(r"(?:actions-([0-9]{1,9})|hashes)-([0-9]{1,18})\.(?:bin|jsonl)")
 _SECOND_NS = 1_000_000_000
 _RANGE_BYTES = 1_000_000  # about, of the actions of all workers: small enough to leave out, large enough to be few
+
+
+class Chore(StrEnum):
+    """What a worker does in a step beside its actions, or inside one, as it loads a microbatch inside a forward."""
+
+    DATA = "data"
+    AUDIT = "audit"
+    CHECKPOINT = "checkpoint"
+    VALIDATION = "validation"
+
+
+CHORES = tuple(Chore)  # the place of a chore is its number in an entry
 
 
 class StepFile(NamedTuple):
@@ -75,6 +90,17 @@ def entry(epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> byt
     return _ENTRY.pack(start_ns, end_ns - start_ns, step, epoch, _work(action))
 
 
+def chore_entry(epoch: int, step: int, chore: Chore, start_ns: int, end_ns: int, action: str = "") -> bytes:
+    """Returns the entry of a chore, for the slot and the microbatch of an action if it has one."""
+    return _ENTRY.pack(start_ns, end_ns - start_ns, step, epoch, _chore(chore, action))
+
+
+@lru_cache(maxsize=1 << 16)
+def _chore(chore: Chore, action: str) -> int:
+    place = _work(action) & _PLACE if action else 0
+    return place | CHORES.index(chore) << 48 | _CHORE_MARK << 56
+
+
 @lru_cache(maxsize=1 << 16)
 def _work(text: str) -> int:
     action = parse_action(text)
@@ -94,6 +120,11 @@ def _text(work: int) -> str | None:
 def is_entry(op: int, mark: int) -> bool:
     """Returns whether bytes with this op and this mark are an entry."""
     return mark == _MARK and op < len(OPS)
+
+
+def is_chore(chore: int, mark: int) -> bool:
+    """Returns whether bytes with this number and this mark are the entry of a chore."""
+    return mark == _CHORE_MARK and chore < len(CHORES)
 
 
 def action_of(stage: int, pipeline: int, microbatch: int, op: int) -> Action:

@@ -86,12 +86,12 @@ def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int
         optimizer=sum(each.optimizer for each in held),
         gradients=sum(each.trained for each in held) + sum(sizes[stage].trained for stage in means),
         buffers=sum(each.buffers for each in held) * (1 + job.pipelines * job.retains),
-        borders=sum(_crossing(ownership, own, sizes)) * job.microbatches * job.retains,
+        borders=sum(crossing(ownership, own, sizes)) * job.microbatches * job.retains,
         copies=copied * _copies(job),
     )
 
 
-def _crossing(ownership: Ownership, own: Iterable[Slot], sizes: Mapping[int, StageBytes]) -> Iterator[int]:
+def crossing(ownership: Ownership, own: Iterable[Slot], sizes: Mapping[int, StageBytes]) -> Iterator[int]:
     """Yields the bytes of a microbatch's outputs, and of its gradients, at each border with another owner."""
     for pipeline, stage in own:
         if stage > 0 and crosses(Value(Kind.GRADIENT, pipeline, stage), ownership):
@@ -196,7 +196,7 @@ class _Walk:
         if action.op is not Op.I or (*slot, action.microbatch) not in self._in_parts:
             self._add(-tried.residual)
         if action.op is not Op.W and self.job.retains and self.job.retain != "cpu":
-            self._add(sum(_crossing(self.ownership, [slot], self.sizes)))  # until the commit, for other workers
+            self._add(sum(crossing(self.ownership, [slot], self.sizes)))  # until the commit, for other workers
         self._make_gradients(slot)
 
     def _make_gradients(self, slot: Slot) -> None:

@@ -25,6 +25,7 @@ from engine.core.history.run_records import (
     PartitionRecord,
     PolicyRecord,
     StaysRecord,
+    TensorsRecord,
     UnconfirmedRecord,
 )
 from engine.core.job.samples import epoch_at
@@ -123,6 +124,8 @@ def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) 
     status = WorkerStatus(started.of, started.child, "", owned[-1], before)
     if (last := history.last_action.get(started.of)) is not None:
         status = replace(status, step=last.step, last_action=last.action)
+    peaks = [each.peak for each in history.of(TensorsRecord) if each.worker == started.of]
+    status = replace(status, tensor_bytes=sum(sum(sizes) for rows in peaks[-1:] for _, _, *sizes in rows))
     stays = any(each.of == started.of for each in since_start(history, StaysRecord))
     is_slow = started.of in slow_workers(history)
     state = CANNOT_LEAVE if stays else SLOW if is_slow else _state_word(started, history)
@@ -159,15 +162,17 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
 def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     """Returns the status in the store of a run, completed from its records.
 
-    These have the workers that have ended, the last action of each worker, the loss, the epoch of the data, the gaps in
-    the records, whether the run takes faults, the answer of the policy, the slow workers and the deadly hosts.
+    These have the workers that have ended, the last action and the tensors of each worker, the loss, the epoch of the
+    data, the gaps in the records, whether the run takes faults, the answer of the policy, the slow workers and the
+    deadly hosts.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for row in recorded.workers:
         status = workers[row.worker]
         is_slow = row.state == SLOW and status.state == "in"
         state = row.state if row.state in _ENDS or is_slow else status.state
-        workers[row.worker] = replace(status, state=state, step=row.step, last_action=row.last_action)
+        seen = replace(status, step=row.step, last_action=row.last_action, tensor_bytes=row.tensor_bytes)
+        workers[row.worker] = replace(seen, state=state)
     in_order = tuple(workers[each] for each in sorted(workers))
     names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs", "policy", "deadly")
     return replace(stored, workers=in_order, **{name: getattr(recorded, name) for name in names})

@@ -21,6 +21,7 @@ class WorkerStatus:
     """One worker: its present and previous slots as (pipeline, stage), and the seconds since its last message.
 
     `step` and `last_action` are of the last action that it finished, from the events; -1 and empty before the first.
+    `tensor_bytes` are those of its tensors at the peak of a step; 0 if none was counted yet.
     """
 
     worker: int
@@ -32,6 +33,7 @@ class WorkerStatus:
     heard_s_ago: float | None = None
     step: int = -1
     last_action: str = ""
+    tensor_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

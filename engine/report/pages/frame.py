@@ -27,6 +27,7 @@ import engine
 from engine.report.formats import cell_text
 from engine.report.load import RunTables
 from engine.report.tables import ALL_PHASES, NO_WORKER_LOST
+from engine.report.time_table import TIMES
 
 # The words of a page with their definitions, which the page shows under the mouse and to a keyboard.
 #
@@ -159,8 +160,20 @@ PHASE_COLOURS = dict(
     zip(ALL_PHASES, (VERMILLION, ORANGE, YELLOW, GREEN, "#7FCFB9", SKY, BLUE, GREY, PURPLE), strict=True)
 )
 LEGEND = {"orientation": "h", "y": 1.0, "yanchor": "bottom"}
+# The kinds of time, from work to waits, in the order of the stack.
+TIME_COLOURS = dict(
+    zip(
+        TIMES,
+        (
+            *(PURPLE, SKY, ORANGE, YELLOW, "#C9A227", "#A8D8F0", VERMILLION, TRANSFER, GREEN, "#7FCFB9", "#B07AA1"),
+            *(BLUE, "#5B7FA6", "#8FA9C4", "#B9C9DA", GREY, "#F4B8A0", "#E6E9ED", "#D3D8DE", "#C4CBD3", "#B4BDC7"),
+        ),
+        strict=True,
+    )
+)
 _AFTER_THE_PAUSE = ("merged", "heal")
 _HEIGHT = 240
+_LEAST_SHARE = 0.05  # %, of a kind of time in some worker's
 _OF_SETS = (ORANGE, GREEN, PURPLE, SKY, VERMILLION)  # the evaluation sets, in their order
 
 Figure = dict[str, Any]  # with `data`, a list of traces, and `layout`
@@ -175,6 +188,8 @@ def charts(run: RunTables) -> dict[str, Figure]:
         figures["memory"] = _memory(run)
     if len(run.memory):
         figures["gpu"] = _gpu_memory(run)
+    if len(run.actions):
+        figures["time"] = _time(run)
     recovery = run.recovery[~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(recovery):
         figures["phases"] = _phases(recovery)
@@ -208,6 +223,34 @@ def _phases(recovery: pd.DataFrame) -> Figure:
         "barmode": "stack",
         "height": 130 + 34 * len(labels),
         "xaxis": title("milliseconds") | {"tickformat": ",~f"},
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "legend": LEGEND | {"traceorder": "normal"},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _time(run: RunTables) -> Figure:
+    """Returns a stacked bar per worker: the share of each kind of time in its wall clock, for the kinds that it has."""
+    sums = run.time.drop(columns=["step", "flops", "mfu"]).groupby("worker").sum()
+    shares = 100 * sums.div(sums.pop("wall_ms").where(lambda wall_ms: wall_ms > 0, 1.0), axis="index")
+    traces = [
+        {
+            "type": "bar",
+            "name": kind.replace("_", " "),
+            "orientation": "h",
+            "x": shares[f"{kind}_ms"].tolist(),
+            "y": [f"worker {worker}" for worker in shares.index],
+            "customdata": (sums[f"{kind}_ms"] / 1e3).tolist(),
+            "marker": {"color": colour},
+            "hovertemplate": f"<b>{kind.replace('_', ' ')}</b>: %{{x:.1f}} %, %{{customdata:.2f}} s<extra></extra>",
+        }
+        for kind, colour in TIME_COLOURS.items()
+        if (shares[f"{kind}_ms"] >= _LEAST_SHARE).any()
+    ]
+    layout = {
+        "barmode": "stack",
+        "height": 150 + 34 * len(shares),
+        "xaxis": title("% of the wall clock") | {"range": [0, 100]},
         "yaxis": {"autorange": "reversed", "automargin": True},
         "legend": LEGEND | {"traceorder": "normal"},
     }

@@ -56,7 +56,7 @@ function inert(value, name) {
 function drawCharts() {
   for (const [name, figure] of Object.entries(inert(DATA.charts))) {
     const layout = themed(figure.layout);
-    if (name === "phases" && innerWidth < 700) layout.showlegend = false; // it would lie over the chart
+    if (["phases", "time"].includes(name) && innerWidth < 700) layout.showlegend = false; // it would lie over the chart
     Plotly.react(name, name === "phases" ? figure.data : suited(figure.data), layout, CONFIG);
   }
 }

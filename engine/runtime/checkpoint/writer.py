@@ -178,6 +178,11 @@ class CheckpointWriter:
         args = (devices, order.step, states, before.written, self._last, position)
         threading.Thread(target=self._write, args=args, name="checkpoint", daemon=True).start()
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copy is complete."""
+        return self._last.copied.is_set()
+
     def join_copy(self) -> None:
         """Waits until the copy is complete: from then on the state may change."""
         self._last.copied.wait()

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils import deterministic
+from torch.utils.flop_counter import flop_registry
 
 from engine.core.checks.determinism import DEMANDED, Setting, changed_setting
 from engine.core.errors import GPU_ERROR, GPU_MEMORY, EnvironmentLacksError, Problem
@@ -251,6 +252,20 @@ class WithoutForm(OperationMode):
             return func(*args, **(kwargs or {}))
         finally:
             torch.set_deterministic_debug_mode(DEMANDED)
+
+
+class FlopCount(OperationMode):
+    """Counts the `flops` of the operations of this thread: two for each multiplication with an addition, as torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from engine.codec.records import encoded
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.process_records import LostRecord, StartedRecord
 from engine.core.history.run_records import AGENT, AuditRecord, CommitRecord, Record, StampedRecord, ThinnedRecord
-from engine.core.history.step_files import MarkedSteps, StepFile, as_ranges, entry, superfluous
+from engine.core.history.step_files import Chore, MarkedSteps, StepFile, as_ranges, chore_entry, entry, superfluous
 from engine.files.atomic_write import open_to_append
 from engine.files.linked_lines import Chain, chain_of
 from engine.runtime.process.clock import now_ns
@@ -158,6 +158,7 @@ class Recorder:
         self._thinning = thinning
         self._tell = tell
         self.last = (-1, "")  # the last action, behind its step
+        self._chores, self._chore_step = b"", 0  # since the last action
         self._chains: dict[int, Chain] = {}  # by descriptor: of the events, and of the open file of hashes
         self._pid = pid or os.getpid()
         self._lost = LostRecord(records=0, why="")
@@ -167,7 +168,16 @@ class Recorder:
         if self.steps is None:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
         self.last = (step, action)
-        self._record(self.steps.append, step, entry(epoch, step, action, start_ns, end_ns))
+        chores, self._chores = self._chores, b""
+        self._record(self.steps.append, step, chores + entry(epoch, step, action, start_ns, end_ns))
+
+    def chore(self, epoch: int, step: int, chore: Chore, start_ns: int, action: str = "") -> None:
+        """Records a chore of this worker from its start until now, for an action if it belongs to one.
+
+        It is written with the next action, for it would else cost as much as one; a death loses it.
+        """
+        self._chores += chore_entry(epoch, step, chore, start_ns, now_ns(), action)
+        self._chore_step = step
 
     def write(self, record: StampedRecord) -> None:
         """Records anything else, stamped with the current time if it has none.
@@ -204,6 +214,8 @@ class Recorder:
     def close(self) -> None:
         """Closes the files of the steps."""
         if self.steps is not None:
+            if self._chores:
+                self._record(self.steps.append, self._chore_step, self._chores)
             self.steps.close()
 
     def _record(self, write: Callable[..., None], *arguments: Any) -> None:

@@ -203,6 +203,11 @@ class GradientStreams:
         """Drops the streams of the open step."""
         self._coming, self._newest = {}, {}
 
+    def held(self) -> Iterator[tuple[Slot, list[Tensor]]]:
+        """Yields the newest accumulators that have arrived for each slot."""
+        for slot, (_, gradients) in self._newest.items():
+            yield slot, [gradient for gradient in gradients if gradient is not None]
+
     def run(self, action: Action, step: int) -> None:
         """Runs a STREAM or a HAND: one end sends its accumulator, the other waits for it."""
         slot = _slot(action)

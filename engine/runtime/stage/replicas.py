@@ -109,6 +109,10 @@ class ValueStore:
         """Returns the names of the stored values, in order."""
         return tuple(sorted(self._tensors))
 
+    def held(self) -> Iterator[tuple[Value, Leaving, bool]]:
+        """Yields each value with its tensors, and whether it stays for other owners until the commit."""
+        return ((value, tensors, value in self._lasting) for value, tensors in self._tensors.items())
+
     def clear(self) -> None:
         """Drops all values, after the commit of the step."""
         self._tensors.clear()
@@ -125,6 +129,7 @@ class Replicas:
         self._starts = tuple(starts)
         self._borders: Sequence[Border] = ()
         self._unfilled: set[Slot] = set()
+        self.residuals: dict[int, tuple[int, int]] = {}  # bytes of a residual and of its input, by layer, if tried
         self.stages: dict[Slot, Stage] = {slot: self._build(slot) for slot in slots}
 
     def _build(self, slot: Slot) -> Stage:

@@ -18,7 +18,8 @@ from engine.core.units import Args
 from engine.models.data import Data, keyed_generator
 from engine.models.data_sources import largest
 from engine.models.layers import Model, Tensors
-from engine.runtime.device.device import HOST, Device
+from engine.runtime.device.action_clock import LiveBytes, in_blocks
+from engine.runtime.device.device import HOST, Device, FlopCount
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.class_optimizer import ClassOptimizer, Named, OptimizerClass, cloned
 from engine.runtime.stage.optimizer import LayerOptimizer
@@ -101,6 +102,7 @@ class LayerTrial:
         self.job, self.model, self.index, self.device = job, model, index, device
         self.inputs = inputs
         self.targets = targets if index == len(model.layers) - 1 else None
+        self.flops = self.residual = (0, 0)  # of a forward and a backward; bytes of a residual and of its input
         self.marked = LayerDigests(f"layer {index} ({model.layers[index].name})")
         calls = [self._called_with(microbatch) for microbatch in MICROBATCHES]
         self.marked.note(INPUT, (tensor for args, also in calls for tensor in (*args, *(also or ()))), "")
@@ -115,12 +117,15 @@ class LayerTrial:
         for microbatch in MICROBATCHES:
             if not self.job.retains:  # else `Stage.forward` does it
                 stage.history.note(microbatch)
-            outputs.append(self._forward(stage, microbatch, ""))
+            with FlopCount() as forward:
+                outputs.append(self._forward(stage, microbatch, ""))
         self._before_second = stage.history.before(1)
         with self._refusing("when its forward is redone"):
             self._redo(stage, 0, "when its forward is redone")
         for microbatch in MICROBATCHES:
-            self._backward(stage, microbatch, "")
+            with FlopCount() as backward:
+                self._backward(stage, microbatch, "")
+        self.flops = forward.flops, backward.flops
         self._close(stage, "")
         return outputs
 
@@ -149,8 +154,9 @@ class LayerTrial:
         return stage
 
     def _forward(self, stage: Stage, microbatch: int, when: str) -> Tensors:
-        with self._watching(f"forward of microbatch {microbatch}"):
+        with self._watching(f"forward of microbatch {microbatch}"), LiveBytes() as live:
             outputs = stage.forward(0, microbatch, *self._called_with(microbatch))
+            self.residual = live.begin(), sum(in_blocks(each.nbytes) for each in self.inputs[microbatch])
         self._note_outputs(stage, microbatch, when)
         buffers = stage.layers[self.index].named_buffers()
         self.marked.note(f"buffer after the forward of microbatch {microbatch}", buffers, when)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
+from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.ballot import ComputeTimes
 from engine.core.program.dependencies import carried, needed
@@ -30,6 +31,7 @@ from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
 from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.stage.replicas import ValueStore
+from engine.runtime.stage.tensor_census import TensorCensus
 from engine.runtime.transport.transfers import Receiver, WorkerProgram
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.microbatches import MicrobatchLoader
@@ -129,6 +131,8 @@ class Executor:
         self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
+        held = context.replicas, self.value_store, self.streams, self.end.entries
+        self._census = TensorCensus(*held, context.recorder.write)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
@@ -142,6 +146,7 @@ class Executor:
         self._worker_program = program
         self._loader.enter([action for action, _ in program.actions if self._takes_data(action)])
         self.value_store.enter(program.ownership)
+        self._census.enter(program.ownership.slots_of(self.context.worker))
         self.end.enter(plane, program.ownership, program.routes)
         self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
         if self.context.shards is not None:
@@ -224,6 +229,7 @@ class Executor:
             if waits is not None and step == self.step:
                 self._times.take_off(action, waits.total_ns() - waited_ns)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
+            self._census.look()
         if strikes:
             self._leave()
             self._strike(action, "after")
@@ -270,6 +276,7 @@ class Executor:
         if any(stage in (0, self.context.job.slots - 1) for _, stage in replicas.stages):
             self._loader.follow(self.step)
         self.forget_step()
+        self._census.end_step(self.step)
         self.step += 1
 
     def begin_at(self, step: int) -> None:
@@ -311,7 +318,9 @@ class Executor:
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
         if self._takes_data(action):
+            start_ns = now_ns()
             batch = self._loader.load(step, action)
+            self._note_load(action, start_ns)
             inputs = batch.inputs if stage == 0 else inputs
             if replica.is_last:
                 targets, weight = batch.targets, self._loader.weight(step, action)
@@ -353,7 +362,13 @@ class Executor:
         replica = self.context.replicas.stages[forward.pipeline, forward.stage]
         replica.prepare(self.step, forward.microbatch)
         if self._takes_data(forward):
+            start_ns = now_ns()
             self._loader.prepare(self.step, forward)
+            self._note_load(forward, start_ns)
+
+    def _note_load(self, action: Action, start_ns: int) -> None:
+        context = self.context
+        context.recorder.chore(context.control.accepted, self.step, Chore.DATA, start_ns, str(action))
 
     def _takes_data(self, action: Action) -> bool:
         return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.slots - 1)

@@ -15,6 +15,7 @@ from engine.core.checks.determinism import settings_of
 from engine.core.job.job import Job
 from engine.models.data_sources import main, open_data
 from engine.models.model_loader import build_model
+from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.device.device import HOST, set_up
 from engine.runtime.stage.class_optimizer import check_groups
 from engine.runtime.stage.memory_watch import stage_bytes
@@ -41,7 +42,9 @@ def layer_costs(job: Job) -> dict[str, Any]:
         stage = Stage(job, model, 0, index, index + 1)
         layers[index] = stage.layers[index]
         with FlopCounterMode(display=False) as counter:
-            outputs = stage.forward(0, 0, values, batch.targets if stage.is_last else None)
+            with LiveBytes() as live:
+                outputs = stage.forward(0, 0, values, batch.targets if stage.is_last else None)
+                residual = live.begin()
             forward_flops = counter.get_total_flops()
             ones = tuple(output.new_ones(output.shape) for output in outputs if output.requires_grad)
             stage.backward(0, 0, () if stage.is_last else ones)
@@ -52,6 +55,7 @@ def layer_costs(job: Job) -> dict[str, Any]:
         row |= {"parameters": sum(each.numel() for each in layers[index].parameters())}
         row |= {"forward_flops": forward_flops, "flops": counter.get_total_flops()}
         row |= {"weights": size.weights, "gradients": size.trained, "optimizer": size.optimizer}
+        row |= {"residual": residual, "input": sum(in_blocks(each.nbytes) for each in values)}
         rows.append(row | {"buffers": size.buffers, "output": size.output})
         values = cut_off(outputs)
     check_groups(job, model, layers)

@@ -60,7 +60,13 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     finally:
         ms = round((now_ns() - start_ns) / 1e6, 1)
         unchecked = tuple(check.unchecked)
-        context.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
+        flops = tuple((trial.index, *trial.flops) for trial in check.trials)
+        context.replicas.residuals |= {trial.index: trial.residual for trial in check.trials}
+        residuals = tuple((trial.index, *trial.residual) for trial in check.trials)
+        gpu = "" if context.replicas.device.is_host else context.replicas.device.name
+        layers = len(check.trials)
+        told = PureCheckRecord(ms=ms, layers=layers, unchecked=unchecked, flops=flops, residuals=residuals, gpu=gpu)
+        context.recorder.write(told)
     displace(
         context.worker, context.replicas.device
     )  # a draw of the data in training shows, as each worker gets another number

@@ -118,6 +118,11 @@ class StepEnd:
         self._posted = None
         self._num_posted = 0
 
+    def entries(self) -> Iterator[tuple[Slot, LogEntry]]:
+        """Yields the means and the log entries of the open step."""
+        yield from self._reduced.items()
+        yield from self.logged.items()
+
     def _targets(self, kind: Kind, slot: Slot) -> tuple[int, ...]:
         return self._routes.targets.get(Value(kind, *slot), ())
 

@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -25,6 +25,7 @@ from engine.core.action import Action, Program
 from engine.core.checkpoint_rules import UnkeptMessage
 from engine.core.errors import StorageError, TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
+from engine.core.history.step_files import Chore
 from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program
 from engine.core.program.dependencies import peers_of, peers_program
@@ -35,6 +36,7 @@ from engine.core.protocol import worker_state as outputs
 from engine.core.protocol.worker_inputs import Input, PlanPrepared, plan_epoch
 from engine.core.protocol.worker_machine import step
 from engine.core.protocol.worker_state import Output, PlanNextStep, WorkerState
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.control import Control, Fenced, Stopped
 from engine.runtime.process.locks import HostLock
 from engine.runtime.stage.memory_watch import MemoryWatch, stage_bytes
@@ -413,12 +415,23 @@ class Training:
         for slot in replicas.stages.keys() - set(output.kept):
             replicas.drop(slot)
 
+    @contextlib.contextmanager
+    def _noted(self, step: int, chore: Chore) -> Iterator[None]:
+        start_ns = now_ns()
+        yield
+        self.context.recorder.chore(self.context.control.accepted, step, chore, start_ns)
+
     def _validate(self, output: outputs.Validate) -> inputs.Input:
-        with self.context.shards.all_whole() if self.context.shards else contextlib.nullcontext():
+        shards = self.context.shards
+        with self._noted(output.step, Chore.VALIDATION), shards.all_whole() if shards else contextlib.nullcontext():
             return Validation(self.context, self._plane, output.ownership).run()
 
     def _audit(self, output: outputs.Audit) -> None:
         """Sends the agent the hash of every layer of the whole replicas, or of the stages in shards that it owns."""
+        with self._noted(output.step, Chore.AUDIT):
+            self._send_hashes(output.step, self._hashes(output))
+
+    def _hashes(self, output: outputs.Audit) -> Mapping[int, list[Any]]:
         replicas, shards = self.context.replicas, self.context.shards
         rows: dict[int, list[Any]] = {}  # by pipeline: many slots need no message each
         if shards is not None:
@@ -428,7 +441,7 @@ class Training:
             hashes = [*hash_rows(replicas.stages[slot], replicas.device)]
             self._audited[slot] = (output.step, hashes)
             rows.setdefault(slot[0], []).extend(hashes)
-        self._send_hashes(output.step, rows)
+        return rows
 
     def _send_hashes(self, step: int, rows: Mapping[int, list[Any]]) -> None:
         for pipeline, of_pipeline in rows.items():
@@ -438,7 +451,8 @@ class Training:
     def _keep(self, output: outputs.Keep) -> None:
         checkpoints = required(self.context.checkpoints, "a job that keeps a step has a place for it")
         stages = [share.slot[1] for share in output.shares]
-        with contextlib.suppress(Fenced):  # then this checkpoint lacks a part; a later check raises
+        with contextlib.suppress(Fenced), self._noted(output.step, Chore.CHECKPOINT):
+            # If it is fenced, this checkpoint lacks a part; a later check raises.
             self.context.failpoints.around_checkpoint(
                 output.step,
                 stages,
@@ -494,8 +508,9 @@ class Training:
         self._carry_out(each for each in work if isinstance(each, outputs.KeepLast))
 
     def _join_copy(self) -> None:
-        if self.context.checkpoints is not None:
-            self.context.checkpoints.join_copy()
+        if (checkpoints := self.context.checkpoints) is not None and not checkpoints.is_copied:
+            with self._noted(self._executor.step, Chore.CHECKPOINT):
+                checkpoints.join_copy()
 
     def _report_done(self, output: outputs.ReportDone) -> None:
         self._executor.finish()
