@@ -8,7 +8,7 @@ from engine.core.errors import Problem, UserError
 from engine.core.units import Scalar
 
 MODEL = "engine.models.hugging_face:pretrained"
-_TEXT = "engine.models.hugging_face:text"
+TEXT = "engine.models.hugging_face:text"
 
 
 def hugging_face_fields(
@@ -30,6 +30,6 @@ def hugging_face_fields(
     if is_random:
         args["model_args.random"] = True
     if (data := str(given.get("data") or "")).endswith(".txt"):
-        fields["data"] = _TEXT
+        fields["data"] = TEXT
         args |= {"data_args.file": data, "data_args.tokenizer": path}
     return fields, args
