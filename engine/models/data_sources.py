@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from engine.core.errors import BambooError, Problem, UserError, required
-from engine.core.job.hugging_face import TEXT
+from engine.core.job.hugging_face import DATASET, TEXT
 from engine.core.job.job import Job
 from engine.core.job.samples import EvaluationPart, EvaluationSets, first_position, sample_at, shares
 from engine.core.random_key import random_key
@@ -337,6 +337,7 @@ class StreamData(IndexedData):
     def __init__(self, source: DataSets, job: Job, begin: Callable[[], Iterable[Any]]):
         self._reader = StreamReader(begin, job.seed)
         (first,) = self._reader.items(0, 1)
+        self._reader.state()  # that no checkpoint can keep is refused at the start
         self._is_whole = isinstance(first, Batch) or isinstance(source.training, DataLoader)
         if self._is_whole and job.collate:
             hint = "this stream has whole microbatches"
@@ -479,7 +480,7 @@ class OwnData:
         self.largest = getattr(source, "largest", None)
         self.stream = source if isinstance(source, StreamData) else None
         self._source = source
-        self._is_text = job.data == TEXT
+        self._is_text = job.data in (TEXT, DATASET)
         self._limits: TokenLimits = {}
         self._kinds: dict[tuple[str, int], tuple[str, str]] = {}  # the dtypes and shapes of the first batch
 
