@@ -98,6 +98,7 @@ def _shown(line: bytes) -> str:
 
 
 _PLAIN_EVERY_S = 2.0  # at first; without a new step, each line waits twice as long as the one before
+_SAME_START_EVERY_S = 30.0
 _STILL_S = 3.0  # without a new step, after which the line names the workers that training waits for
 _RATE_OVER_S = 3.0
 _TOLD: set[str] = set()  # the recoveries that stay on the terminal of this process
@@ -108,6 +109,12 @@ _NARROW = 80  # columns, below which lines wrap, and the last column, the rate, 
 _KEEP_TITLE, _OLD_TITLE = "\x1b[22;0t", "\x1b[23;0t"
 _NO_TITLE = "\x1b]0;\x07"  # where a terminal keeps none
 _OTHER_LINES = 5  # of a picture: progress (it may wrap), bar, titles, the note about workers that do not fit
+
+
+def _starting(view: RunView) -> frozenset[str]:
+    """Returns what workers that start do, without times, and how many of them there are; nothing once all are ready."""
+    late = [each.doing.partition(" for ")[0] for each in view.workers if each.state == "starting"]
+    return frozenset([*late, str(len(late))] if late else ())
 
 
 class LivePicture:
@@ -122,7 +129,8 @@ class LivePicture:
         self._console = console(err=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = can_redraw(err=True)
-        self._said_s = 0.0
+        self._said_s, self._said = 0.0, frozenset[str]()
+        self._starting = frozenset[str]()
         self._run_state: RunState | None = None  # of the last view
         self._num_notes = 0
         self._interrupts: Interrupts | None = None  # that leave the answer to this picture
@@ -160,12 +168,10 @@ class LivePicture:
         now_s = time.monotonic()
         computed = {each.worker: each.progress.num_computed for each in view.workers}
         num_steps = view.run_state.committed + 1
-        if (
-            not self._history
-            or self._history[-1][2] != num_steps
-            or any(each.state == "starting" for each in view.workers)
-        ):
+        starting = _starting(view)
+        if not self._history or self._history[-1][2] != num_steps or self._starting != starting:
             self._moved_s = now_s
+            self._starting = starting
         self._history.append((now_s, computed, num_steps))
         if len(view.run_state.epochs) > self._num_epochs:
             self._recovering_at = num_steps if self._num_epochs else -1
@@ -184,9 +190,13 @@ class LivePicture:
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
             self._entitle(num_steps)
-        elif now_s - self._said_s >= max(_PLAIN_EVERY_S, self._said_s - self._moved_s):
-            self._said_s = now_s
+        elif now_s - self._said_s >= max(self._every_s(), self._said_s - self._moved_s):
+            self._said_s, self._said = now_s, starting
             echo(self._line(view), err=True)
+
+    def _every_s(self) -> float:
+        """Returns the least seconds between two lines: one that says nothing new about the start can wait."""
+        return _SAME_START_EVERY_S if self._starting and self._said == self._starting else _PLAIN_EVERY_S
 
     def _entitle(self, num_steps: int) -> None:
         """Puts the progress and the time left into the title of the terminal, if they have changed."""

@@ -84,10 +84,13 @@ def dry_run(
     job: Job | str | os.PathLike[str] | None = None,
     kills: Sequence[str] = (),
     trust_code: bool = False,
+    hf: str | os.PathLike[str] = "",
+    hf_random: bool = False,
     **values: object,
 ) -> str:
     """Returns the program of a job as `bamboo run --dry-run` prints it; starts no worker. Raises as `train` does."""
     _refuse_a_worker()
+    values, data = _with_hugging_face(os.fspath(hf), hf_random, model, data, values)
     keywords = _keywords(model, data, job, values, has_weights=False)
     options = [*_file(job), *_kills(kills), *(["--trust-code"] if trust_code else [])]
     return print_program(options, keywords, _folders(keywords))
@@ -97,7 +100,8 @@ def _with_hugging_face(
     path: str, is_random: bool, model: object, data: object, values: Mapping[str, object]
 ) -> tuple[dict[str, object], object]:
     """Returns the fields given in a call with those of a model of transformers, and the data unless they have it."""
-    of_model, args = hugging_face_fields(path, is_random, {"model": model, "data": data})
+    parts = {"model": model, "data": os.fspath(data) if isinstance(data, os.PathLike) else data}
+    of_model, args = hugging_face_fields(path, is_random, parts)
     merged: dict[str, object] = {**values, **of_model}
     for name, value in args.items():
         field, _, argument = name.partition(".")

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -174,7 +175,8 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
             raise NothingMatchedError(f"no run in {str(results)!r} yet")
     matches = [run] if run in names else [name for name in names if name.startswith(run)]
     if not matches:
-        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", nearest(run, [*names, LATEST]))
+        hint = nearest(run, [*names, LATEST]) or f"`bamboo list runs --results {shlex.quote(str(results))}` shows them"
+        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", hint)
     if len(matches) > 1:
         hint = f"{len(matches)} begin so, the newest is {matches[-1]!r}"
         raise UserError([Problem("run", "the name of one run", repr(run), hint)])

@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from engine.core.errors import BambooError, Problem, UserError, required
+from engine.core.job.hugging_face import DATASET, TEXT
 from engine.core.job.job import Job
 from engine.core.job.samples import EvaluationPart, EvaluationSets, first_position, sample_at, shares
 from engine.core.random_key import random_key
 from engine.core.texts import counted
-from engine.models.data import ONLY, Columns, Data, DataFacts, DataSets, SplitBatches, WholeBatches, indexed
+from engine.models.data import ONLY, Columns, Data, DataFacts, DataSets, MapStyle, SplitBatches, WholeBatches, indexed
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import shapes_of
 from engine.models.model_registry import data_factory, data_problems, is_own, name_problems
 from engine.models.streams import StreamPosition, StreamReader, set_streams
+from engine.models.token_limits import TokenLimits, row_problem, set_problem
 from engine.models.user_code import RAISED, exception_of, running
 from engine.models.user_factory import import_factory, made_by, wrong_factory
 
@@ -268,6 +270,11 @@ class IndexedData:
         places = self._places(first_position(self._job, step, pipeline, microbatch), self._job.microbatch_size)
         return [sample_at(*at, self.num_samples, self._seed) for at in places]
 
+    def rows(self) -> dict[str, MapStyle]:
+        """Returns the sets by name whose samples can be read at any time: those that do not draw or are no streams."""
+        training = {} if self._source.draws or not self.num_samples else {"training": self._source.training}
+        return {**training, **self._source.evaluations}
+
     def validation(self, index: int, size: int) -> Batch:
         """Returns the next `size` samples of the first evaluation set."""
         return self.evaluation(next(iter(self.evaluation_sets)), index, size)
@@ -330,6 +337,7 @@ class StreamData(IndexedData):
     def __init__(self, source: DataSets, job: Job, begin: Callable[[], Iterable[Any]]):
         self._reader = StreamReader(begin, job.seed)
         (first,) = self._reader.items(0, 1)
+        self._reader.state()  # that no checkpoint can keep is refused at the start
         self._is_whole = isinstance(first, Batch) or isinstance(source.training, DataLoader)
         if self._is_whole and job.collate:
             hint = "this stream has whole microbatches"
@@ -472,7 +480,18 @@ class OwnData:
         self.largest = getattr(source, "largest", None)
         self.stream = source if isinstance(source, StreamData) else None
         self._source = source
+        self._is_text = job.data in (TEXT, DATASET)
+        self._limits: TokenLimits = {}
         self._kinds: dict[tuple[str, int], tuple[str, str]] = {}  # the dtypes and shapes of the first batch
+
+    def limit_rows(self, limits: TokenLimits) -> None:
+        """Refuses rows of tokens beyond some limits from now on; raises UserError for those of a finite set."""
+        self._limits = limits
+        hint = f"--set data_args.length={limits['input_ids'].length}" if self._is_text else ""
+        with running("the data"):
+            sets = self._source.rows() if isinstance(self._source, IndexedData) else {}
+            if problem := set_problem(sets, limits, hint):
+                raise UserError([problem])
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns `size` training samples; raises TypeError if it is no Batch, ValueError for wrong rows or shapes."""
@@ -495,6 +514,10 @@ class OwnData:
         if not isinstance(batch, Batch):
             hint = "return Batch(inputs=(x,), targets=(y,))"
             raise TypeError(f"{name}: expected a Batch, found {type(batch).__name__}: {hint}")
+        form = self.facts.form
+        columns = dict(zip(form.names, batch.inputs, strict=True)) if isinstance(form, Columns) and self._limits else {}
+        if problem := row_problem(columns, self._limits, call):
+            raise UserError([problem])
         # The split of a whole batch has checked the rows, which need not be the first dimension.
         has_rows = self._is_variable or isinstance(self._source, SplitBatches)
         for part, tensors in () if has_rows else _parts(batch):

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import Problem, nearest
+from engine.core.job.hugging_face import MODEL as HF_MODEL
 from engine.core.job.job import FACTORY, Job
 from engine.core.job.partition import MOST_LAYERS, cutting_problems, smallest_stage
 from engine.core.units import Args, Scalar
@@ -110,6 +111,8 @@ def _text(path: str) -> dict[Task, Builtin]:
     tasks: tuple[Task, ...] = ("causal", "masked")
     return {task: Builtin("datasets", "text", (task, path)) for task in tasks}
 
+
+_OF_BYTES = frozenset({"text", "VectorData"})  # factories whose samples are no tokens of a model of transformers
 
 # Each factory takes the seed; its keyword-only parameters are the job's data_args.
 DATA: dict[str, dict[Task, Builtin]] = {
@@ -237,6 +240,11 @@ def data_problems(job: Job) -> list[Problem]:
         return [Problem("data", expected, repr(job.data), nearest(job.data, ("auto", *DATA)))]
     if entry is None and not is_own(job.model):
         return []
+    if job.model == HF_MODEL and not _OF_BYTES.isdisjoint(each.name for each in offered.values()):
+        hint = "a FILE.txt as --data beside --hf is read with the tokenizer of the model"
+        return [
+            Problem("data", "tokens of the model: FILE.txt, FILE.bin or package.module:factory", repr(job.data), hint)
+        ]
     factory = data_factory(job)
     if factory is None:
         wanted = entry.tasks if entry else ()

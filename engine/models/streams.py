@@ -19,8 +19,11 @@ import torch
 from engine.core.errors import Problem, UserError
 from engine.core.manifest import MOST_OF_POSITION, DamagedCheckpointError
 from engine.core.random_key import random_key
+from engine.core.texts import counted
 
 _MOST_POSITIONS = 4
+_MOST_OF_STATE = MOST_OF_POSITION - 200  # the numbers of a position stand beside it
+_WITHOUT = "return the stream without it, as a generator: a resume then reads the pass from its beginning"
 
 
 class StreamPosition(NamedTuple):
@@ -36,13 +39,8 @@ class StreamPosition(NamedTuple):
     state: Any = None
 
     def text(self) -> str:
-        """Returns the position as a checkpoint keeps it; a state that is too large, or not plain, is left out."""
-        try:
-            text = json.dumps(self, allow_nan=False)
-            is_kept = len(text) <= MOST_OF_POSITION and json.loads(text)[-1] == self.state
-        except (TypeError, ValueError, RecursionError):
-            is_kept = False
-        return text if is_kept else json.dumps(self._replace(state=None))
+        """Returns the position as a checkpoint keeps it."""
+        return json.dumps(self, allow_nan=False)
 
     @classmethod
     def of_text(cls, text: str) -> StreamPosition:
@@ -90,10 +88,25 @@ class StreamReader:
         known = next((each for each in (self.start, *self._known) if each.items == items), None)
         if known is None:
             self._go_to(items)
-            state = self._stream.state_dict() if hasattr(self._stream, "state_dict") else None
-            known = self._at._replace(state=_plain_copy(state))
+            known = self._at._replace(state=self.state())
             self._known = [*self._known[1 - _MOST_POSITIONS :], known]
         return known._replace(step=step)
+
+    def state(self) -> Any:
+        """Returns a copy of the stream's state behind the last item; raises UserError if no checkpoint can keep it."""
+        state = self._stream.state_dict() if hasattr(self._stream, "state_dict") else None
+        try:
+            text = json.dumps(state, allow_nan=False)
+            copied = json.loads(text)
+            why = "" if copied == state else "a value that JSON changes, such as a tuple or a number as a key"
+        except (TypeError, ValueError, RecursionError) as error:
+            text, copied, why = "", None, str(error)
+        if len(text) > _MOST_OF_STATE:
+            why = f"{len(text)} characters after {counted(self._at.items, 'item')}"
+        if why:
+            expected = f"a state_dict() of the stream of at most {_MOST_OF_STATE} characters as JSON"
+            raise UserError([Problem("data", expected, why, _WITHOUT)])
+        return copied
 
     def _go_to(self, place: int) -> None:
         """Reads up to a place; begins again for one that was passed, and where a known position saves reading."""
@@ -135,15 +148,6 @@ class StreamReader:
         if at.items >= self._floor:
             self._kept[at.items] = item
         self._at = at._replace(items=at.items + 1, in_pass=at.in_pass + 1)
-
-
-def _plain_copy(state: Any) -> Any:
-    """Returns a copy of a state that the stream will not change; None if it is not of plain values."""
-    try:
-        copied = json.loads(json.dumps(state, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return copied if copied == state else None
 
 
 def set_streams(key: int) -> None:

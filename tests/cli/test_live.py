@@ -156,6 +156,25 @@ def test_a_line_says_on_whom_training_waits_and_comes_less_often(
     assert len({*lines}) == len(lines)
 
 
+def test_the_start_is_told_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, the same line came every two seconds."""
+    job, now = Job(stages=3, steps=9), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: 100.0 + now[0])
+    with LivePicture(job, tmp_path / "events.jsonl") as picture:
+        for now[0] in range(60):
+            doing = f"builds the model for {now[0]:.0f} s (mine.py:{now[0]:.0f}, in forward)" if now[0] >= 5 else ""
+            states = {1: "starting", 2: "starting"} if now[0] < 12 else {1: "starting"}
+            picture.show(RunView(RunState(job), views(job, states, doing=doing)))
+    assert [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "starting: 1 of 3 workers ready; waiting for worker 1; worker 2",
+        "starting: 1 of 3 workers ready; waiting for worker 1, which builds the model for 5 s",
+        "starting: 2 of 3 workers ready; waiting for worker 1, which builds the model for 12 s",
+        "starting: 2 of 3 workers ready; waiting for worker 1, which builds the model for 42 s",
+    ]
+
+
 def test_those_waited_for_are_named_the_longest_first() -> None:
     job = Job(stages=3, steps=9)
     assert awaited(views(job, {}, silent_s=1.0)) == ""

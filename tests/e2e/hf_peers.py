@@ -3,17 +3,19 @@
     python -m tests.e2e.hf_peers [NAME ...]
 
 One line for each model and system: yes, or why not. Yes means three stages, and, for a microbatch with padding, which
-is the example, and one without, the gradients of the unsplit model, within 1e-4. The optional packages are accelerate
-and, for LoRA, peft.
+is the example, and one without, the gradients of the unsplit model, within 1e-4. The optional packages are accelerate,
+deepspeed and, for LoRA, peft.
 
 torch.distributed.pipelining gets cuts before blocks, at thirds of the forward. It is tried with the export that
 `pipeline` asks for and with the strict one, with all columns, without the attention mask and without the labels, until
-one succeeds.
+one succeeds. DeepSpeed gets what `PipelineModule` documents: the model itself, or its modules in the order of the
+forward, first its children, then the modules down to blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import logging
@@ -160,6 +162,50 @@ def _group(size: int, rank: int = 0) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
+def of_deepspeed(model: Any, examples: list[Columns], layers: str) -> None:
+    """Splits the model or its modules with `PipelineModule`, runs its stages in turn, and compares gradients."""
+    comm = importlib.import_module("deepspeed.comm.comm")
+    split: Any = importlib.import_module("deepspeed.pipe").PipelineModule
+    expected = [gradients(model, each) for each in examples]
+    names = [name for name, _ in model.named_children()]
+    if layers == "blocks":
+        names = _down_to(model, blocks(model, examples[0]))
+    given: Any = (
+        model if layers == "model" else [model.get_submodule(each) for each in _called(model, names, examples[0])]
+    )
+    stages = []
+    for rank in range(_STAGES):
+        with _group(_STAGES, rank), mock.patch.object(comm, "cdb", distributed):
+            stages.append(split(layers=given, num_stages=_STAGES))
+    for kind, columns, grads in zip(("padded", "unpadded"), examples, expected, strict=True):
+        model.zero_grad()
+        inputs = tuple(value for name, value in columns.items() if name != "labels")
+        values: Any = inputs[0] if len(inputs) == 1 else inputs
+        for stage in stages:
+            values = stage(values)
+        loss = loss_of((values,))
+        if "labels" in columns:
+            loss = _loss_beside(model, values, columns["labels"])
+        loss.backward()
+        compared({name: each.grad for name, each in model.named_parameters() if each.grad is not None}, grads, kind)
+
+
+def _down_to(model: nn.Module, names: list[str]) -> list[str]:
+    """Returns the names of the modules that hold none of the named ones, and of these."""
+    opened = {name.rpartition(".")[0] for name in names}
+    opened = {"", *(".".join(name.split(".")[:each]) for name in opened for each in range(1, name.count(".") + 2))}
+    return [name for name, _ in model.named_modules() if name not in opened and name.rpartition(".")[0] in opened]
+
+
+def _loss_beside(model: Any, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns the loss that the forward of a model has for its last outputs."""
+    if model.config.architectures[0].endswith("Classification"):
+        loss: Tensor = model.loss_function(labels=labels, pooled_logits=outputs, config=model.config)
+        return loss
+    loss = model.loss_function(logits=outputs, labels=labels, vocab_size=hf_zoo.VOCABULARY)
+    return loss
+
+
 def tries(name: str) -> dict[str, list[tuple[str, Callable[[nn.Module, list[Columns]], None], set[str]]]]:
     """Returns for each system what is tried: its name, a function, and the columns that are left out."""
     left_out: dict[str, set[str]] = {"": set(), "without mask": {"attention_mask"}, "without labels": {"labels"}}
@@ -173,6 +219,12 @@ def tries(name: str) -> dict[str, list[tuple[str, Callable[[nn.Module, list[Colu
             for strict, word in strictness.items()
         ],
         "accelerate": [("", of_accelerate, set())],
+        "deepspeed": [
+            (f"{layers} {text}".strip(), partial(of_deepspeed, layers=layers), each)
+            for text, each in left_out.items()
+            if text != "without labels"  # no layer gets them
+            for layers in ("model", "children", "blocks")
+        ],
     }
 
 
@@ -207,13 +259,13 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    for package in ("torch", "transformers", "accelerate", "peft"):
+    for package in ("torch", "transformers", "accelerate", "deepspeed", "peft"):
         try:
             print(package, importlib.metadata.version(package), flush=True)
         except importlib.metadata.PackageNotFoundError:
             print(package, "is not installed", flush=True)
-    counts = dict.fromkeys(("torch", "accelerate"), 0)
-    names = sys.argv[1:] or list(hf_zoo.CLASSES)
+    counts = dict.fromkeys(("torch", "accelerate", "deepspeed"), 0)
+    names = sys.argv[1:] or [each for each in hf_zoo.CLASSES if not each.endswith("_labels")]
     for system in counts:
         for name in names:
             began = time.monotonic()

@@ -78,6 +78,19 @@ _CLIP: dict[str, Any] = {
     "vision_config": {**_VIT, "num_hidden_layers": 3, "projection_dim": 16},
     "projection_dim": 16,
 }
+_MBART: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 32,
+    "pad_token_id": PAD,
+    "eos_token_id": 2,
+}
 _MAMBA: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
 
 # name -> class of the model, class of the config, arguments of the config
@@ -97,6 +110,10 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clip": ("CLIPModel", "CLIPConfig", _CLIP),
     "lora": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "mamba": ("MambaForCausalLM", "MambaConfig", _MAMBA),
+    # They make the inputs of their decoder of the labels.
+    "t5_labels": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "whisper_labels": ("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER),
+    "mbart_labels": ("MBartForConditionalGeneration", "MBartConfig", _MBART),
 }
 
 
@@ -158,11 +175,11 @@ def _row(name: str, generator: torch.Generator) -> Mapping[str, Any]:
         return {**row, "labels": kind}
     if name == "vit":
         return {"pixel_values": pixels, "labels": kind}
-    if name == "t5":
-        return {**row, "decoder_input_ids": other["input_ids"], "labels": following}
-    if name == "whisper":
-        features = torch.randn(8, 24, generator=generator)
-        return {"input_features": features, "decoder_input_ids": other["input_ids"], "labels": following}
+    decoder = {} if name.endswith("_labels") else {"decoder_input_ids": other["input_ids"]}
+    if name in ("t5", "t5_labels", "mbart_labels"):
+        return {**row, **decoder, "labels": following}
+    if name.startswith("whisper"):
+        return {"input_features": torch.randn(8, 24, generator=generator), **decoder, "labels": following}
     if name == "clip":
         return {**row, "pixel_values": pixels}
     return {**row, "labels": labels}

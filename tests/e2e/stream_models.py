@@ -65,6 +65,16 @@ def buckets(seed: int, count: int = 40) -> Iterator[Batch]:
     return bucketed(map(sequence, range(count)), tokens=24, window=16, seed=random_key(seed, "buckets"))
 
 
+class Vectors(Stateful):
+    """A stream of rows to regress, for models that are built in."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        for inputs, _ in super().__iter__():
+            row = torch.zeros(32)
+            row[: len(inputs)] = inputs / VOCABULARY
+            yield row, row.sum()[None]
+
+
 def collated(samples: Sequence[Sample]) -> Batch:
     """Makes a microbatch of the samples of a stream."""
     return padded(samples)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from engine.harness.dead_runs import live_runs
 from engine.observers.loggers import FILE, StepDone
 from engine.report.load import TABLES
 from tests.e2e.launcher import ROOT
+from tests.runtime.test_hugging_face import folder_of
 
 MINE = """
 from torch import nn
@@ -110,6 +112,17 @@ def test_a_kill_a_twin_a_module_with_its_weights_and_a_logger_that_raises() -> N
     assert re.fullmatch(r"0,+wall=[0-9.]+ data=[0-9.]+ forward=[0-9.]+ backward=.*", rows[-6])
     init = Path(json.loads(RunFolder(run.folder).run_json.read_text())["init"]["file"])
     assert init.parent == Path("results") and init.name.startswith("init-")
+
+
+def test_a_model_of_transformers_is_trained(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"hf": folder_of(tmp_path / "model"), "hf_random": True, "data": Path("a.txt"), "stages": 2}
+    (tmp_path / "a.txt").write_text("1 2 3 4 5 6 7 8 9 10 " * 200)
+    args["data_args"] = {"length": 16}
+    assert "2 stages" in dry_run(**args)
+    with train(**args, steps=2, in_process=True, quiet=True, twin=False) as run:
+        pass
+    assert run.result is not None and (run.result.outcome, run.result.steps) == ("finished", 2)
+    assert "lm_head.weight" in run.weights()
 
 
 def test_mistakes_are_raised_as_the_command_line_says_them(capfd: pytest.CaptureFixture[str]) -> None:

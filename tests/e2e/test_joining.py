@@ -103,6 +103,22 @@ def test_a_job_shrinks_by_kills_and_grows_back_and_its_weights_are_those_of_its_
     assert {4, 5} <= {*last["owners"]}
 
 
+@pytest.mark.soak
+def test_a_worker_that_joins_reads_a_stream_from_its_beginning_and_takes_over(launch: Launch) -> None:
+    """Each worker of the first stage at the start is killed, so the one that joined reads the rest of the stream."""
+    words = ("--stages", "2", "--blocks", "3", "--elastic", "--steps", "120", "--kill", "90:0", "--kill", "95:1")
+    stream = ("--set=data=tests.e2e.stream_models:Vectors", "--set=validate_every=0", "--set=checkpoint_every=20")
+    run = launch("run", *TIMED, *stream, *words, "--json")
+    run.wait_until(lambda: run.events("commit"))
+    command = joined(launch, run)
+    done = run.wait(120)
+    assert done.code == 0, done.stderr
+    (comparison,) = run.events("comparison")
+    assert (comparison["difference"], comparison["compared"]) == (None, 120)
+    assert run.events("epoch")[-1]["members"] == [2]
+    assert command.wait(20).code == 0
+
+
 def test_a_run_that_takes_no_workers_or_has_ended_refuses(launch: Launch) -> None:
     run = launch("run", *MLP, "--stages", "2", "--steps", "100000")
     run.wait_until(lambda: run.events("commit"))

@@ -33,6 +33,7 @@ from tests.e2e.launcher import ROOT, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 MLP = Job(model="mlp", stages=4, steps=40, microbatches=2)
+STREAM = replace(MLP, data="tests.e2e.stream_models:Vectors", validate_every=0)
 GPT = Job(model="gpt", stages=4, steps=8)
 GPT_TWICE = Job(model="gpt", stages=2, steps=6, pipelines=2)
 RESNET = Job(model="resnet18", stages=3, steps=4, microbatches=2)
@@ -112,6 +113,18 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     words = ["status", "--wait", bed.run_id, "--etcd", bed.etcd, "--json"]  # the outcome stays for an hour
     told = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
     assert told == {"run": bed.run_id, "outcome": "finished", "exit_code": 0}
+
+
+def test_a_stream_goes_on_when_its_workers_and_a_host_are_lost(hosts: Hosts, train: Train) -> None:
+    bed = hosts(STREAM, "model data validate_every stages steps microbatches", more=("--kill", "2:0"))
+    bed.until_commits(4)
+    lost, agent = next(iter(bed.others.items()))
+    os.kill(agent.process.pid, signal.SIGKILL)
+    ends = bed.ends()
+    assert ends.pop(lost).code == -signal.SIGKILL
+    assert {each.code for each in ends.values()} == {0}, ends
+    assert [0] in failovers(bed) and len(failovers(bed)) == 3
+    assert bed.trajectory() == rows_of(train(STREAM))
 
 
 @pytest.mark.soak

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.job.hugging_face import MODEL
+from engine.core.job.hugging_face import DATASET, MODEL
 from engine.core.job.job import Job
-from engine.models.data_sources import open_data
-from engine.models.hugging_face import pretrained, save_config, text
+from engine.models.data_sources import evaluation_sets, open_data
+from engine.models.hugging_face import dataset, pretrained, save_config, text
 from engine.models.layers import as_tensors
 from engine.models.model_loader import build_model
 from engine.models.traced.optional_masks import MaskDecision, optional_masks
@@ -77,6 +78,16 @@ def test_pieces_have_the_gradients_of_the_module_with_padding_and_without(name: 
     assert padded(job, 4) == {True, False}
     for pieces, whole in gradients(job, 4):
         assert_equal({key: pieces[key] for key in whole}, whole)
+
+
+@pytest.mark.parametrize("name", ["t5_labels", "whisper_labels", "mbart_labels"])
+def test_a_decoder_is_fed_by_the_labels(name: str, tmp_path: Path) -> None:
+    """The module has one gradient for all uses of the embedding, the pieces have one for each use."""
+    for pieces, whole in gradients(job_of(name, tmp_path), 2):
+        tied = {key for key in whole if key not in pieces} | {"model.decoder.embed_tokens.weight"}
+        assert tied <= {"shared.weight", "model.shared.weight", "model.decoder.embed_tokens.weight"}
+        own = whole.keys() - tied
+        assert_equal({key: pieces[key] for key in own}, {key: whole[key] for key in own})
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -140,6 +151,73 @@ def test_a_text_becomes_rows_of_tokens(tmp_path: Path) -> None:
     assert row["attention_mask"].tolist() == [1, 1, 1, 1]
     with pytest.raises(UserError, match="a text of 200 tokens or more, found 43 tokens"):
         text(file=str(file), length=100, tokenizer=str(tmp_path / "model"))
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = pytest.importorskip("datasets", reason="pip install datasets")
+    monkeypatch.setattr(made.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return made
+
+
+def test_texts_of_a_data_set_are_read_once_and_kept(
+    tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [" ".join(str((number + word) % 10) for word in range(number % 5)) for number in range(30)]
+    datasets.Dataset.from_dict({"text": texts, "other": texts}).save_to_disk(tmp_path / "texts")
+    args: dict[str, Any] = {
+        "name": str(tmp_path / "texts"),
+        "tokenizer": str(folder_of(tmp_path / "model")),
+        "length": 4,
+    }
+    rows = dataset(**args)["train"]
+    tokens = [int(word) for text in texts for word in text.split()]
+    assert [token for row in [*rows, *dataset(**args)["validation"]] for token in row["input_ids"]] == tokens
+    assert rows[3] == {"input_ids": tokens[12:16], "attention_mask": [1] * 4, "labels": tokens[12:16]}
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.__call__", None)  # as another worker would call it
+    assert dataset(**args)["train"][:] == rows[:]
+    with pytest.raises(TypeError):
+        dataset(**{**args, "length": 5})
+
+
+def test_columns_of_a_data_set_are_taken_as_they_are_and_a_text_with_a_label_is_a_row(
+    tmp_path: Path, datasets: Any
+) -> None:
+    place = str(folder_of(tmp_path / "model"))
+    sets = {"train": [[1, 2, 3], [4, 5, 6]], "test": [[7, 8, 9]]}
+    made = {name: datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}) for name, ids in sets.items()}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "tokens")
+    job = Job(data=DATASET, data_args={"name": str(tmp_path / "tokens"), "tokenizer": place}, microbatch_size=2)
+    batch = open_data(job).microbatch(0, 0, 0, 2)
+    assert sorted(batch.inputs[0].tolist()) == sets["train"] and torch.equal(*batch.inputs)
+    assert evaluation_sets(open_data(job)) == {"test": 1}
+    labelled = {"text": ["1 2 3", "4", "5 6"], "label": [0, 1, 0]}
+    datasets.Dataset.from_dict(labelled).save_to_disk(tmp_path / "labelled")
+    args: dict[str, Any] = {"name": str(tmp_path / "labelled"), "tokenizer": place, "length": 2}
+    with pytest.raises(UserError, match=r"data_args\.tokenizer: expected a tokenizer with a padding token"):
+        dataset(**args)
+    padding = {"pad_token": "10"}
+    transformers.AutoTokenizer.from_pretrained(place, **padding).save_pretrained(place)
+    rows = list(dataset(**args)["train"])
+    assert [(row["input_ids"], row["attention_mask"], row["label"]) for row in rows] == [
+        ([1, 2], [1, 1], 0),
+        ([4, 10], [1, 0], 1),
+    ]
+
+
+def test_mistakes_with_a_data_set(tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="--data: expected a folder or a name that datasets can load, found 'no/such'"):
+        dataset(name="no/such")
+    monkeypatch.setattr(datasets, "__version__", "3.9.0")
+    with pytest.raises(UserError, match=r"--data: expected the package datasets 4 or newer, found 3\.9\.0"):
+        dataset(name="no/such")
+
+
+def test_a_data_set_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"--data: expected the package datasets, .*\(pip install datasets\)"):
+        dataset(name="no/such")
 
 
 def test_the_config_and_the_tokenizer_go_out_beside_the_weights(tmp_path: Path) -> None:

@@ -72,8 +72,30 @@ def test_a_position_that_no_stream_keeps_is_refused() -> None:
     for text in ("", "[1]", '{"items": 1}', "[0,-1,0,0,null]", "[0,true,0,0,null]"):
         with pytest.raises(DamagedCheckpointError, match="position of a stream"):
             StreamPosition.of_text(text)
-    assert StreamPosition.of_text(StreamPosition(1, 2, 0, 2, {"t": torch.ones(1)}).text()).state is None
-    assert StreamPosition.of_text(StreamPosition(1, 2, 0, 2, "x" * 10_000).text()).state is None
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"rows": torch.ones(1)}, "found Object of type Tensor is not JSON serializable"),
+        ({"place": (1, 2)}, "found a value that JSON changes, such as a tuple or a number as a key"),
+        ({"rows": "x" * 9_000}, r"of at most 7992 characters as JSON, found 9012 characters after 1 item"),
+    ],
+)
+def test_a_state_that_no_checkpoint_can_keep_is_refused_at_the_start(
+    state: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stateful, "state_dict", lambda self: state)
+    with pytest.raises(UserError, match=f"{words} .*without it, as a generator"):
+        _opened("Stateful")
+
+
+def test_a_state_that_grows_too_large_is_refused_at_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stateful, "state_dict", lambda self: {"seen": list(range(self._next))})
+    data = _opened("Stateful", data_args={"count": 5000})
+    assert StreamPosition.of_text(data.position_after(0)).state == {"seen": [0, 1, 2, 3]}
+    with pytest.raises(UserError, match="characters after 4000 items"):
+        data.position_after(999)
 
 
 def test_an_empty_stream_is_refused() -> None:

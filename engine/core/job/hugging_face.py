@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.core.errors import Problem, UserError
+from engine.core.job.job import FACTORY
 from engine.core.units import Scalar
 
 MODEL = "engine.models.hugging_face:pretrained"
-_TEXT = "engine.models.hugging_face:text"
+TEXT = "engine.models.hugging_face:text"
+DATASET = "engine.models.hugging_face:dataset"
+BUILT_IN = ("auto", "digits", "synthetic", "text")  # data that keep their names beside such a model
 
 
 def hugging_face_fields(
@@ -16,7 +19,8 @@ def hugging_face_fields(
 ) -> tuple[dict[str, str], dict[str, Scalar]]:
     """Returns fields as texts, and arguments by dotted name, of a job with the model of an ID or a folder.
 
-    A text file as the data of the `given` fields is read with the tokenizer of the model. Raises UserError for a model
+    The data of the `given` fields are read with the tokenizer of the model: a text file, else what the package datasets
+    loads, by folder or name; but not data of bamboo or of a factory, nor a file of tokens. Raises UserError for a model
     beside it, and for random weights without a path.
     """
     if not path:
@@ -29,7 +33,8 @@ def hugging_face_fields(
     fields, args = {"model": MODEL}, dict[str, Scalar]({"model_args.path": path})
     if is_random:
         args["model_args.random"] = True
-    if (data := str(given.get("data") or "")).endswith(".txt"):
-        fields["data"] = _TEXT
-        args |= {"data_args.file": data, "data_args.tokenizer": path}
+    data = given.get("data")
+    if isinstance(data, str) and not (data in ("", *BUILT_IN) or data.endswith(".bin") or FACTORY.fullmatch(data)):
+        fields["data"], argument = (TEXT, "file") if data.endswith(".txt") else (DATASET, "name")
+        args |= {f"data_args.{argument}": data, "data_args.tokenizer": path}
     return fields, args

@@ -14,6 +14,7 @@ from engine.models.data import Data
 from engine.models.layers import LayerSpec, Model, ModuleCopy, Tensors
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept
+from engine.models.token_limits import limit_rows, token_limits
 from engine.models.traced.pieces import (
     Cut,
     PlannedPiece,
@@ -74,6 +75,8 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     It is recorded with the inputs that were `given`, else with the first microbatch.
     """
     refuse_what_cannot_be_kept({0: module})
+    if limits := token_limits(module):
+        limit_rows(data, limits)
     autocast = None if job.dtype == "float32" else getattr(torch, job.dtype)
     batch = data.microbatch(0, 0, 0, job.microbatch_size)
     has_metrics = any(path != PERPLEXITY for path in named_metrics(job).values())  # which is made of the loss

@@ -1,7 +1,8 @@
 """Splits a trace at numbers of operations into pieces, each with the tensors that enter and leave it.
 
 Operations that depend on no data, no weight and no random number, such as masks and positions, are done again in each
-piece that needs them, in place of a transfer. Operations that depend on a target belong to the loss.
+piece that needs them, in place of a transfer. Operations that depend on a target belong to the loss. Where weights
+follow, as behind the decoder inputs that a model makes of its labels, they read the input of the same column instead.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.models.traced.recording import (
     Trace,
     TracedValue,
     UnrecordableError,
+    replaced_in,
 )
 
 _INPUTS_HINT = "give the targets as an input of the data too, and compute the loss after the last layer with weights"
@@ -57,6 +59,7 @@ class Splitter:
 
     def __init__(self, trace: Trace):
         self.trace = trace
+        _read_inputs(trace)
         self._of_loss = _depending(trace, trace.targets)
         self._refuse_weights_in_loss()
         self._constant = _constants(trace)
@@ -184,13 +187,39 @@ class Splitter:
     def _refuse_weights_in_loss(self) -> None:
         for number in sorted(self._of_loss):
             call = self.trace.operations[number]
-            sources = [source for source in call.sources() if isinstance(source, NamedState)]
-            places = [place.name for place in sources if not _is_steady(place, self.trace)]
+            places = _weights(call, self.trace)
             if places or isinstance(call.function, LeafCall):
                 words = f"{places[0] if places else call.function!r} meets a value that depends on the targets"
                 raise UnrecordableError(words, _INPUTS_HINT, call.line, "")
             if call.draws:
                 raise UnrecordableError("the loss draws random numbers", "draw them before the loss", call.line, "")
+
+
+def _weights(call: TorchCall, trace: Trace) -> list[str]:
+    """Returns the parameters, and the buffers that change, that an operation reads."""
+    places = [source for source in call.sources() if isinstance(source, NamedState)]
+    return [each.name for each in places if not _is_steady(each, trace)]
+
+
+def _read_inputs(trace: Trace) -> None:
+    """Lets operations that depend on targets, and that weights follow, read the inputs of the same columns."""
+    operations, of_targets = trace.operations, _depending(trace, trace.as_inputs)
+    before, values, memories = set[int](), set[TracedValue](), set[int]()
+    for number in sorted(of_targets, reverse=True):
+        call = operations[number]
+        is_followed = not values.isdisjoint(call.values()) or not memories.isdisjoint(call.written)
+        if is_followed or isinstance(call.function, LeafCall) or _weights(call, trace):
+            before.add(number)
+            read = [source for source in call.sources() if isinstance(source, TracedValue)]
+            values |= {*read}
+            memories |= {trace.memory[each] for each in read}
+    own = {trace.memory[each] for pair in trace.as_inputs.items() for each in pair}
+    is_changed = any(not own.isdisjoint(operations[number].written) for number in before)
+    left = (source for number in of_targets - before for source in operations[number].sources())
+    is_read = any(source in trace.as_inputs for source in left)
+    for number in before if is_read and not is_changed else ():
+        call = operations[number]
+        call.args, call.kwargs = replaced_in((call.args, call.kwargs), trace.as_inputs)
 
 
 def _depending(trace: Trace, roots: Iterable[TracedValue]) -> frozenset[int]:

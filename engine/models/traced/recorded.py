@@ -97,6 +97,8 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
                 raise UnrecordableError(f"the forward draws from {name}", DRAW, _line_of_draw(copied, call), "")
     recorder.note_buffers(before)
     trace = recorder.trace
+    if isinstance(form := example.form, Columns) and form.target and trace.targets:
+        trace.as_inputs = {trace.targets[0]: trace.inputs[form.names.index(form.target)]}
     trace.is_loss = bool(call.targets) and not (call.may_ignore_targets and _is_without_loss(result))
     chosen = _chosen(result, trace.is_loss)
     trace.outputs = tuple(recorder.source(each) for each in chosen)

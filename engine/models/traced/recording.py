@@ -148,6 +148,7 @@ class Trace:
     base: Context = _TRAINING
     asking: list[CodeLine] = field(default_factory=list)  # lines that have heard of a tracer
     has_other_bits: bool = False  # than the forward has alone
+    as_inputs: dict[TracedValue, TracedValue] = field(default_factory=dict)  # target -> the input of the same column
 
 
 def sources_in(tree: Any) -> Iterator[TensorSource]:
@@ -162,6 +163,20 @@ def sources_in(tree: Any) -> Iterator[TensorSource]:
             yield from sources_in(each)
     elif isinstance(tree, slice):
         yield from sources_in((tree.start, tree.stop, tree.step))
+
+
+def replaced_in(tree: Any, instead: Mapping[TracedValue, TracedValue]) -> Any:
+    """Returns a tree as `sources_in` takes it, with other values in the place of some."""
+    if isinstance(tree, TracedValue):
+        return instead.get(tree, tree)
+    if isinstance(tree, (tuple, list)):
+        parts = [replaced_in(each, instead) for each in tree]
+        return tree._make(parts) if hasattr(tree, "_make") else type(tree)(parts)
+    if isinstance(tree, dict):
+        return {key: replaced_in(each, instead) for key, each in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(replaced_in(each, instead) for each in (tree.start, tree.stop, tree.step)))
+    return tree
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[NamedState, Tensor]]:

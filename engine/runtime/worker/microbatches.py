@@ -27,6 +27,7 @@ from engine.models.data import Data, DataFacts
 from engine.models.data_sources import StreamData, evaluation, evaluation_sets, num_samples, samples_of
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import num_counted
+from engine.models.token_limits import TokenLimits, limit_rows
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.process.progress_board import LoaderStatus
 from engine.runtime.stage.random_streams import displace, positions
@@ -67,6 +68,10 @@ class WatchedData:
     def is_stream(self) -> bool:
         """Whether the data are a stream, which has a position."""
         return self._stream is not None
+
+    def limit_rows(self, limits: TokenLimits) -> None:
+        """Lets the source refuse rows of tokens beyond some limits; raises UserError for those that it has."""
+        limit_rows(self._data, limits)
 
     def begin_at(self, position: str) -> None:
         """Lets a stream go on from the position in a checkpoint."""
