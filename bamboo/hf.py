@@ -5,12 +5,18 @@
     args = TrainingArguments("out", stages=2)
     Trainer(model=model, args=args, train_dataset=rows).train()
 
-It needs the packages transformers and accelerate.
+It needs the packages transformers and accelerate, which the first use of a name imports.
 """
 
 from __future__ import annotations
 
-from engine.api.trainer import Trainer
-from engine.api.trainer_arguments import TrainingArguments
+import importlib
 
-__all__ = ["Trainer", "TrainingArguments"]
+_PLACES = {"Trainer": "engine.api.trainer", "TrainingArguments": "engine.api.trainer_arguments"}
+
+
+def __getattr__(name: str) -> object:
+    """Returns the Trainer or its arguments; raises AttributeError for any other one, UserError without the packages."""
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,22 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from bamboo.hf import Trainer, TrainingArguments
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, default_data_collator, set_seed
+
+from bamboo.hf import Trainer, TrainingArguments
 
 
 @dataclass
 class DataArguments:
+    """The data of the script."""
+
     text: str = field(metadata={"help": "A text file."})
     block_size: int = field(default=64, metadata={"help": "Bytes of a row."})
 
 
 def accuracy(prediction):
+    """Returns the fraction of the next bytes that have the largest output."""
     logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
     return {"accuracy": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).float().mean())}
 
 
 def main(words=None, callbacks=()):
+    """Trains, evaluates, and returns the Trainer."""
     data, args = HfArgumentParser((DataArguments, TrainingArguments)).parse_args_into_dataclasses(words)
     set_seed(args.seed)
     blocks = torch.tensor([*Path(data.text).read_bytes()]).split(data.block_size)

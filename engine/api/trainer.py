@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,17 @@ from engine.api.trainer_arguments import (
     refuse_parts,
     update_fields,
 )
-from engine.api.trainer_files import ITEMS, BatchWriter, LoadedBatch, StepPlan, kept_folder
+from engine.api.trainer_files import BatchWriter, LoadedBatch, StepPlan, kept_folder
 from engine.api.training import train
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.core.job.hugging_face import MODEL
 from engine.files.checkpoint_folder import checkpoints_at
-from engine.files.jobs.checkpoint_choice import find_checkpoint
-from engine.files.run_folder import RunFolder
+from engine.files.jobs.checkpoint_choice import CheckpointChoice, find_checkpoint
+from engine.files.run_folder import LATEST, RunFolder
 from engine.models.trainer_batches import rate_factor
 from engine.observers.loggers import StepDone
 from engine.observers.observers import LoggerFeed
+from engine.runtime.checkpoint.export import weights_of
 
 _POLL_S = 0.1
 _PLACE = "bamboo"  # in the output folder: the runs, and the files for their workers
@@ -119,23 +120,35 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             hint = "call train() for each set of arguments"
             raise UserError([Problem("trial", "None", type(trial).__name__, hint)])
         self.is_in_train, self._in_epoch, self._is_stopped = True, False, False
+        # As a training of transformers does: an evaluation reports the time of it otherwise.
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)
         loader = self.get_train_dataloader()
         plan = self._plan(loader)
-        resumed = _resumed(resume_from_checkpoint, Path(self.args.output_dir)) if resume_from_checkpoint else ""
+        output = Path(self.args.output_dir)
+        resumed = _asked(resume_from_checkpoint, output) if resume_from_checkpoint else None
         self._begun_s = time.time()
         self._begin_state(plan)
-        values = self._job(plan, loader, resumed)
-        self.run = run = train(resume=resumed or None, **values)
+        if resumed is not None and resumed.origin.step + 1 >= plan.steps:
+            self._resume_state(resumed.origin.step + 1)
+            self._take(weights_of(checkpoints_at(resumed.origin.place), resumed.manifest), resumed.origin.step)
+        else:
+            values = self._job(plan, loader, resumed)
+            origin = f"{output / _PLACE / resumed.origin.run}@{resumed.origin.step}" if resumed else None
+            self._train_in_run(train(resume=origin, **values), plan, ignore_keys_for_eval)
+        return self._finalize_training(None, plan.steps * self._samples_per_step, self._begun_s)
+
+    def _train_in_run(self, run: TrainingRun, plan: StepPlan, ignored: list[str] | None) -> None:
+        """Follows a run to its end, and takes its weights."""
+        self.run = run
         try:
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-            self._follow(run, plan, ignore_keys_for_eval)
+            self._follow(run, plan, ignored)
         except BaseException:
             run.stop()
             raise
         result = run.wait(check=not self._is_stopped)
         if self.state.global_step and not self._load(run, self.state.global_step - 1):
             raise StorageError(f"the run {run.name} ({result.outcome}) has no checkpoint of its last step")
-        return self._finalize_training(None, plan.steps * self._samples_per_step, self._begun_s)
 
     @property
     def _samples_per_step(self) -> int:
@@ -151,9 +164,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return StepPlan(batches, accumulated, per_epoch, steps)
 
     def _begin_state(self, plan: StepPlan) -> None:
-        stateful = [
-            each for each in (*self.callback_handler.callbacks, self.control) if isinstance(each, ExportableState)
-        ]
+        callbacks = (*self.callback_handler.callbacks, self.control)
+        stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         self.state = TrainerState(stateful_callbacks=stateful)
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, plan.steps)
@@ -162,7 +174,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._initial_global_step = 0
 
-    def _job(self, plan: StepPlan, loader: Any, resumed: str) -> dict[str, Any]:
+    def _job(self, plan: StepPlan, loader: Any, resumed: CheckpointChoice | None) -> dict[str, Any]:
         """Returns the arguments of `bamboo.train`; writes the files that they name."""
         args, place = self.args, Path(self.args.output_dir) / _PLACE
         options = {"stages": getattr(args, "stages", 2), "quiet": True, **options_of(args)}
@@ -205,14 +217,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return False
         inputs, was_training = self._prepare_inputs(dict(batch)), self.model.training
         with torch.no_grad():
-            one, two = (self.model.eval()(**inputs, **{ITEMS: torch.tensor(items)}).loss for items in (1, 2))
+            model = self.model.eval()
+            one, two = (self.compute_loss(model, dict(inputs), False, torch.tensor(items)) for items in (1, 2))
         self.model.train(was_training)
         return bool(one != 0) and bool(torch.isclose(one, 2 * two))
 
-    def _model_folder(self, place: Path, resumed: str) -> Path:
+    def _model_folder(self, place: Path, resumed: CheckpointChoice | None) -> Path:
         """Returns the folder of the model with which a training begins; a resumed one keeps that of its checkpoint."""
-        if resumed:
-            return Path(find_checkpoint(resumed, place, lambda line: None).job["model_args"]["path"])
+        if resumed is not None:
+            return Path(resumed.job["model_args"]["path"])
         return kept_folder(place, "model", self.model.save_pretrained)
 
     def _follow(self, run: TrainingRun, plan: StepPlan, ignored: list[str] | None) -> None:
@@ -298,21 +311,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             weights = run.weights(step)
         except NothingMatchedError:
             return False
-        named = self.model.state_dict(keep_vars=True)
-        loaded = {id(named[name]) for name in weights}
-        lacking = [name for name, each in named.items() if id(each) not in loaded]
-        if lacking:
-            raise StorageError(f"the checkpoint of step {step} lacks {', '.join(lacking[:3])}")
-        self.model.load_state_dict(weights, strict=False)
+        self._take(weights, step)
         return True
 
+    def _take(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
+        named = self.model.state_dict(keep_vars=True)
+        loaded = {id(named[name]) for name in weights}  # a tied parameter may have one name of several
+        if lacking := [name for name, each in named.items() if id(each) not in loaded]:
+            raise StorageError(f"the checkpoint of step {step} lacks {', '.join(lacking[:3])}")
+        self.model.load_state_dict(weights, strict=False)
 
-def _resumed(given: str | bool, output: Path) -> str:
-    """Returns the checkpoint to resume from as `bamboo.train` names it; raises UserError for a folder that is none."""
-    if given is True:
-        return "latest"
-    match = _CHECKPOINT.fullmatch(Path(str(given)).name)
-    if match is None or Path(str(given)).parent.resolve() != output.resolve():
+
+def _asked(given: str | bool, output: Path) -> CheckpointChoice:
+    """Returns the checkpoint to resume from: the newest one, or that of a folder ``checkpoint-N``.
+
+    Raises UserError for another folder, and NothingMatchedError without a checkpoint.
+    """
+    match = None if given is True else _CHECKPOINT.fullmatch(Path(str(given)).name)
+    if given is not True and (match is None or Path(str(given)).parent.resolve() != output.resolve()):
         expected = f"True, or a folder checkpoint-N in {str(output)!r}"
         raise UserError([Problem("resume_from_checkpoint", expected, repr(given))])
-    return f"latest@{int(match[1]) - 1}"
+    step = f"@{int(match[1]) - 1}" if match else ""
+    return find_checkpoint(f"{LATEST}{step}", output / _PLACE, lambda line: None)

@@ -21,6 +21,8 @@ except ModuleNotFoundError as error:
         "bamboo.hf", "the packages transformers and accelerate", f"{error}", "pip install 'bamboo-train[hf]'"
     )
     raise UserError([problem]) from error
+if not hasattr(transformers.Trainer, "_finalize_training"):
+    raise UserError([Problem("bamboo.hf", "transformers 5.24 or later", transformers.__version__, "pip install -U it")])
 
 # What trains, logs, evaluates and saves here as with the Trainer of transformers. Any other argument has its default.
 _HONOURED = frozenset(

@@ -92,9 +92,9 @@ class BatchWriter:
         number = 0
         while part := list(islice(batches, PER_FILE)):
             tensors = {
-                f"{place_of(number + index)[1]}{name}": narrowed(each)
+                f"{place_of(number + index)[1]}{name}": narrowed(column)
                 for index, batch in enumerate(part)
-                for name, each in batch.items()
+                for name, column in batch.items()
             }
             write_named(folder / place_of(number)[0], as_safetensors(tensors))
             number += len(part)
@@ -112,8 +112,8 @@ class BatchWriter:
             expected = (
                 f"{self._per_step} batches of {self._rows} in each step of a model whose loss is a mean over rows"
             )
-            found = f"{counted(len(batches), 'batch', 'batches')}, the smallest of {counted(fewest, 'row')}"
-            raise UserError([Problem("train_dataset", expected, found, hint)])
+            actual = f"{counted(len(batches), 'batch', 'batches')}, the smallest of {counted(fewest, 'row')}"
+            raise UserError([Problem("train_dataset", expected, actual, hint)])
         for batch in [*batches, *[without] * missing]:
             yield batch | share
 
@@ -134,8 +134,8 @@ class BatchWriter:
         different = {name: shapes for name, shapes in self._shapes.items() if len(shapes) > 1}
         wrong = [name for name, shapes in different.items() if any(len(shape) != 1 for shape in shapes)]
         if wrong or (different and "attention_mask" not in self._shapes):
-            found = f"several sizes of {', '.join(wrong or different)}"
+            actual = f"several sizes of {', '.join(wrong or different)}"
             hint = "pad all rows to one length (padding='max_length')"
             expected = "batches of one size, or rows of tokens with an attention_mask"
-            raise UserError([Problem("data_collator", expected, found, hint)])
+            raise UserError([Problem("data_collator", expected, actual, hint)])
         return ",".join(f"{name}={max(shapes)[0]}" for name, shapes in sorted(different.items()))
