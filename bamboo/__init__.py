@@ -38,9 +38,9 @@ __all__ = [  # the names of the table above
 
 
 def __getattr__(name: str) -> object:
-    """Returns a name of `__all__`; raises AttributeError for any other one."""
-    if name == "testing":
-        return importlib.import_module("bamboo.testing")
+    """Returns a name of `__all__`, or `hf`; raises AttributeError for any other one."""
+    if name in ("hf", "testing"):
+        return importlib.import_module(f"bamboo.{name}")
     if name in _PLACES:
         value = getattr(importlib.import_module(_PLACES[name]), _NAMES.get(name, name))
         return globals().setdefault(name, value)

@@ -69,6 +69,7 @@ TABLES_OF_OPS = ("engine/core/action.py", "engine/runtime/worker/executor.py")  
 MAX_OPS = 10
 FORWARDING = (
     "bamboo/__init__.py",
+    "bamboo/hf.py",
     "engine/__init__.py",
 )  # names for users, whose modules are imported at the first use
 FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})

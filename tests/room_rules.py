@@ -14,7 +14,7 @@ MOST_STOREYS = 16
 
 # "room: the rooms that it may import", beside itself and the ground (engine.core); all are rooms of the engine.
 _TABLE = """
-api: core.checks core.faults core.history core.job core.protocol files files.jobs harness observers report
+api: core.checks core.faults core.history core.job core.protocol files files.jobs harness models observers report
     runtime.checkpoint runtime.faults runtime.process
 bench: codec core.checks core.history core.hosts core.job core.program core.protocol files harness models
     runtime.agent runtime.checkpoint runtime.device runtime.process runtime.stage runtime.store runtime.transport
