@@ -47,6 +47,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "name": "",
     "results": "",
     "logger": "",
+    "log_format": "text",
 }
 NEUTRAL = _AS_RUN | _CHEAPEST.keys()
 # The fields that shape a checkpoint's tensors: it cannot be loaded with others. Each pipeline has its own buffers.

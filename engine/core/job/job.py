@@ -20,6 +20,7 @@ Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+LogFormat = Literal["text", "json"]
 LossNormalisation = Literal["microbatches", "tokens", "next-tokens"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the layers at which stages 1, 2, ... begin: 2,4,6"
@@ -207,6 +208,9 @@ class Job:
         "",
         "csv, tensorboard, wandb, mlflow, otel, kubeflow, prometheus, prometheus:FILE.prom, prometheus:PORT or "
         "package.module:Class (trusted code); comma-separated",
+    )
+    log_format: LogFormat = described(
+        "text", "logs of the workers in the run folder: text, or json (lines with time, level, host, worker, step, ...)"
     )
 
     @property
