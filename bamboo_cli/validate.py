@@ -64,6 +64,7 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns the content of a file in words and as plain values; raises BambooError for a wrong file."""
+    from engine.core.checks.expectations import holds_anyway
     from engine.core.faults.fault import ANY_HOSTS
     from engine.files.jobs.job_file import merge
     from engine.files.jobs.job_layers import file_layer, kind_of
@@ -99,7 +100,10 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
     text += "" if loaded.scenario.job.has_steps else "; steps not known, because the samples are not counted here"
     text += _not_imported(loaded.scenario.job) + _needs_trust(loaded.foreign)
-    return text, {"faults": faults, "job_from": loaded.job_from, "needs_trust": bool(loaded.foreign)}
+    scenario = loaded.scenario
+    notes = holds_anyway(scenario.expect, scenario.job, {each.do for each in scenario.faults}, kinds())
+    text = "; ".join([text, *notes])
+    return text, {"notes": notes, "faults": faults, "job_from": loaded.job_from, "needs_trust": bool(loaded.foreign)}
 
 
 def _needs_trust(foreign: Collection[Problem]) -> str:
