@@ -16,6 +16,7 @@ from engine.core.history.process_records import (
     CoordinatorEndedRecord,
     CoordinatorRecord,
     CutShortRecord,
+    DataRetryRecord,
     DeadlyRecord,
     Difference,
     EndedRecord,
@@ -155,6 +156,9 @@ SAMPLES: tuple[Record, ...] = (
     KilledRecord(**AGENT, of=0, why="x"),
     LeftBehindRecord(**AGENT, of=0, child=8),
     LostRecord(worker=0, pid=8, at_ns=12, records=2, why="No space left on device"),
+    DataRetryRecord(
+        worker=0, pid=8, at_ns=12, host="a", stage=1, call="microbatch()", number=1, wait_ms=1.5, error="EIO"
+    ),
     InterruptRecord(**AGENT, signal="SIGINT"),
     CutShortRecord(**AGENT, reason="x"),
     FailedRecord(**AGENT, error='a "quoted"\nline \u00e9'),

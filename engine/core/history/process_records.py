@@ -219,6 +219,19 @@ class LostRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataRetryRecord(StampedRecord):
+    """The data of the writing worker failed with `error` in a call, which it tries again after `wait_ms`.
+
+    It is the further try `number` of this call, from 1.
+    """
+
+    call: str
+    number: int
+    wait_ms: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptRecord(StampedRecord):
     """The signal of this name asked the launcher to end."""
 

@@ -91,7 +91,7 @@ from engine.runtime.transport.nccl_transport import AgentMeeting, LastResort, Nc
 from engine.runtime.transport.peer_link import memory_of
 from engine.runtime.transport.transport import Border, TensorSpec, Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
-from engine.runtime.worker.microbatches import WatchedData, on_device
+from engine.runtime.worker.microbatches import DataRetries, WatchedData, on_device, retry_limits
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.step_end import WorkerContext
 from engine.runtime.worker.training import Training, WorkerProtocol, exit_code
@@ -106,6 +106,7 @@ _TOLD_AFTER_NS, _LOGGED_AFTER_NS = 3_000_000_000, 30_000_000_000
 _PARTS: dict[CodeType, str] = {
     Control.wait_until.__code__: "",  # for the other workers
     open_data.__code__: "opens the data",
+    DataRetries.call.__code__: "reads the data",
     WatchedData.microbatch.__code__: "reads the data",
     WatchedData.evaluation.__code__: "reads the data",
     build_model.__code__: "builds the model",
@@ -359,14 +360,15 @@ class WorkerRun(ControlHandler):
         torch.set_num_threads(job.threads)
         board = ProgressBoard(self._board_fd, welcome.num_lines)
         self._whereabouts = whereabouts = LoaderStatus(board, worker)
-        with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
-            displace(random_key(job.seed, "data") % 2**32)
-            data = WatchedData(data_of(job), whereabouts)
-        model = build_model(job, data.facts, data)
-        given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
         events_fd, steps_fd = self._record_fds
         steps = StepWriter(steps_fd, worker, span_of(job))
         self._recorder = recorder = Recorder(events_fd, worker, steps, host=_host(welcome))
+        with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
+            displace(random_key(job.seed, "data") % 2**32)
+            retries = DataRetries(retry_limits(job), recorder.write)
+            data = WatchedData(retries.call(data_of, job), whereabouts, retries)
+        model = build_model(job, data.facts, data)
+        given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
         if worker == owners[0]:
             _cut(control, job, model, data, device, given)
         starts = control.take(messages.PartitionMessage).starts
