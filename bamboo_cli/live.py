@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import sys
 import time
@@ -46,8 +47,8 @@ _MOST_OF_BLOCK = 4_000  # bytes: a pipe that select calls writable takes 4096 wi
 class WorkerOutput:
     """Follows ``worker-N.log`` in the logs of one run."""
 
-    def __init__(self, logs: Path):
-        self._logs = logs
+    def __init__(self, logs: Path, *, is_json: bool = False):
+        self._logs, self._is_json = logs, is_json
         self._read: dict[Path, int] = {}
         self._begun: dict[Path, bytes] = {}  # a line whose end has not come
 
@@ -80,14 +81,21 @@ class WorkerOutput:
             lines += [rest] if rest else []
         else:
             self._begun[path] = rest
-        for line in lines:
-            yield prefix + _shown(line)
+        for part in (part for line in lines for part in (_message(line) if self._is_json else (line,))):
+            yield prefix + _shown(part)
         if left_out > 0:
             yield f"{prefix}... {left_out} bytes are left out; all of them are in {path}"
 
 
 def _worker(path: Path) -> int:
     return int(path.stem.removeprefix("worker-"))
+
+
+def _message(line: bytes) -> list[bytes]:
+    """Returns the lines of the message in a line of JSON, or any other line as it is."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        return [part.encode(errors="replace") for part in json.loads(line)["message"].split("\n")]
+    return [line]
 
 
 def _shown(line: bytes) -> str:
@@ -124,7 +132,7 @@ class LivePicture:
         self.job = job
         self._name, self._title = events.parent.name, ""
         self._num_unshown = 0  # characters of the output of workers
-        self._output = WorkerOutput(RunFolder(events.parent).logs) if tee else None
+        self._output = WorkerOutput(RunFolder(events.parent).logs, is_json=job.log_format == "json") if tee else None
         self._recoveries = LiveRecoveries(job, events)
         self._console = console(err=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)

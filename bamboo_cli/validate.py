@@ -64,6 +64,7 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns the content of a file in words and as plain values; raises BambooError for a wrong file."""
+    from engine.core.checks.expectations import holds_anyway
     from engine.core.faults.fault import ANY_HOSTS
     from engine.external.kinds import external_kinds
     from engine.files.jobs.external_file import is_external, load_external
@@ -82,10 +83,10 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         expected = "a scenario, a matrix or a job"
         raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
     if is_external(document):
-        scenario = load_external(path, document, external_kinds(kinds()), is_run=False).scenario
-        faults = [fault.in_words() for fault in scenario.faults]
-        text = f"{counted(len(faults), 'fault')}, expects {scenario.expect.outcome}; launcher: {scenario.launcher.name}"
-        return text, {"faults": faults, "launcher": scenario.launcher.name}
+        foreign = load_external(path, document, external_kinds(kinds()), is_run=False).scenario
+        faults = [fault.in_words() for fault in foreign.faults]
+        text = f"{counted(len(faults), 'fault')}, expects {foreign.expect.outcome}; launcher: {foreign.launcher.name}"
+        return text, {"faults": faults, "launcher": foreign.launcher.name}
     kind = kind_of(document)
     if kind == "matrix":
         matrix = read_matrix(str(path), kinds(), offered=readable)
@@ -106,7 +107,10 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
     text += "" if loaded.scenario.job.has_steps else "; steps not known, because the samples are not counted here"
     text += _not_imported(loaded.scenario.job) + _needs_trust(loaded.foreign)
-    return text, {"faults": faults, "job_from": loaded.job_from, "needs_trust": bool(loaded.foreign)}
+    scenario = loaded.scenario
+    notes = holds_anyway(scenario.expect, scenario.job, {each.do for each in scenario.faults}, kinds())
+    text = "; ".join([text, *notes])
+    return text, {"notes": notes, "faults": faults, "job_from": loaded.job_from, "needs_trust": bool(loaded.foreign)}
 
 
 def _needs_trust(foreign: Collection[Problem]) -> str:

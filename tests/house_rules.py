@@ -27,7 +27,7 @@ PURE_STDLIB = frozenset(
     """.split()
 )
 # Single names that are pure in modules that are not: text in memory, text for a shell.
-PURE_NAMES = frozenset({"io.StringIO", "shlex.quote"})
+PURE_NAMES = frozenset({"errno", "io.StringIO", "shlex.quote"})
 IMPORTING_CALLS = frozenset({"importlib.import_module", "import_module", "__import__"})
 EFFECTFUL_BUILTINS = frozenset({"open", "print", "input", "breakpoint"})
 REPORT_ONLY = frozenset({"pandas"})

@@ -49,6 +49,8 @@ PLUGGED_IN = {
     "bamboo_cli/app.py:process_value": "an option of Typer, whose value the engine checks",
     "engine/models/data.py:forward": "a module of torch",
     "engine/models/layers.py:forward": "a module of torch",
+    "engine/runtime/process/json_log.py:emit": "a handler of logging",
+    "engine/runtime/process/json_log.py:showwarning": "the way of warnings to the log",
     "engine/runtime/worker/microbatches.py:time": "the clock that the user's code reads",
     "engine/runtime/worker/microbatches.py:time_ns": "the clock that the user's code reads",
 }

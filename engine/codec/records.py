@@ -31,7 +31,8 @@ RECORDS: dict[str, type[Record]] = {
     for made in vars(module).values()
     if isinstance(made, type) and issubclass(made, Record) and made not in (Record, StampedRecord, UnreadLine)
 }
-_STAMPS = frozenset(field.name for field in fields(StampedRecord))
+_STAMPS = frozenset({"worker", "pid", "at_ns"})
+_OF_WORKER = frozenset(field.name for field in fields(StampedRecord)) - _STAMPS  # a commit has none of them
 _OF_JOB = frozenset(Job.__dataclass_fields__)
 _DEFAULTS = {
     made: {field.name: field.default for field in fields(made) if field.name not in _STAMPS}
@@ -51,7 +52,11 @@ _Whole = Annotated[int, msgspec.Meta(gt=-(10 ** (_MOST_DIGITS - 1)), lt=10**_MOS
 _read_commit = msgspec.json.Decoder(
     msgspec.defstruct(
         "Commit",
-        [(name, _Whole if hint is int else hint) for name, hint in get_type_hints(CommitRecord).items()],
+        [
+            (name, _Whole if hint is int else hint)
+            for name, hint in get_type_hints(CommitRecord).items()
+            if name not in _OF_WORKER
+        ],
         tag_field="event",
         tag="commit",
         forbid_unknown_fields=True,

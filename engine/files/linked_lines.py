@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from engine.codec.records import encoded
 from engine.core.errors import StorageError
@@ -136,7 +136,7 @@ def add_records(path: Path, *records: StampedRecord) -> None:
 
 def stamped(records: Iterable[StampedRecord], pid: int = 0) -> list[str]:
     """Returns records of a process, by default of this one, as texts with the current time."""
-    stamp = {"worker": AGENT, "pid": pid or os.getpid(), "at_ns": time.monotonic_ns()}
+    stamp: Any = {"worker": AGENT, "pid": pid or os.getpid(), "at_ns": time.monotonic_ns()}
     return [encoded(replace(record, **stamp)) for record in records]
 
 

@@ -228,7 +228,7 @@ FILE, LINK, TREE = "file", "link", "tree"  # a tree: all that is in the folder
 _TEMPORARY_NAME = r"\.bamboo-[0-9a-f]{16}\.tmp"
 TEMPORARY: OwnNames = {rf"{_TEMPORARY_NAME}|\..+\.[0-9]+\.tmp|request-[0-9a-f]+\.json": FILE}
 TEMPORARY_LINK: OwnNames = {_TEMPORARY_NAME: LINK}
-_LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd|(etcd-)?h[0-9]+)\.log": FILE, "etcd": TREE}
+_LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd|(etcd-)?h[0-9]+)\.log|worker-[0-9]+\.out": FILE, "etcd": TREE}
 _STEPS: OwnNames = {r"actions-[0-9]+-[0-9]+\.bin|hashes-[0-9]+\.jsonl": FILE}
 CHECKPOINTS: OwnNames = {
     r"step-[0-9]{8,12}": {

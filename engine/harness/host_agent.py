@@ -127,7 +127,7 @@ def run_on_hosts(
         interrupts = stack.enter_context(holding())
         clients = (EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S))
         kv, lease_kv, watch_kv = (stack.enter_context(contextlib.closing(client)) for client in clients)
-        keeper = KeptLease(lease_kv, options.lease_s)
+        keeper = KeptLease(lease_kv, options.lease_s, lease_kv.allow)
         stack.callback(back := partial(_give_back, keeper))
         lease, facts = keeper.lease, _facts(job, options)
         own = RegisteredHost(options.node, secrets.token_hex(8), options.address, lease.lease_id, facts)

@@ -112,7 +112,7 @@ class StreamReader:
         """Reads up to a place; begins again for one that was passed, and where a known position saves reading."""
         positions = (StreamPosition(), self.start, *self._known)
         best = max((each for each in positions if each.items <= place), key=lambda position: position.items)
-        if self._at.items <= place and best.items <= self._at.items:
+        if self._stream is not None and self._at.items <= place and best.items <= self._at.items:
             best = self._at
         else:
             self._open(best.data_epoch, best.state)
@@ -131,10 +131,10 @@ class StreamReader:
         self._items = None
 
     def _read(self) -> None:
+        if self._stream is None:
+            self._go_to(self._at.items)
         at = self._at
         set_streams(random_key(self._seed, "stream", at.data_epoch, at.in_pass))
-        if self._stream is None:
-            self._open(0)
         if self._items is None:
             self._items = iter(self._stream)
         try:
@@ -145,6 +145,9 @@ class StreamReader:
             self._open(at.data_epoch + 1)
             self._at = at._replace(data_epoch=at.data_epoch + 1, in_pass=0)
             return
+        except Exception:
+            self._stream = None  # which is begun again for the next try: a generator that has raised is at its end
+            raise
         if at.items >= self._floor:
             self._kept[at.items] = item
         self._at = at._replace(items=at.items + 1, in_pass=at.in_pass + 1)

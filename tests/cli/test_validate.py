@@ -35,6 +35,10 @@ def test_a_good_file_and_a_bad_one(tmp_path: Path) -> None:
     result = call("validate", str(good))
     text = f"{good}: valid: 1 fault, expects recovered; job: the default one (gpt on auto)\n"
     assert (result.exit_code, result.stdout) == (0, text)
+    good.write_text(f"{GOOD}expect: {{steps_lost: 80}}\n")
+    assert (
+        call("validate", str(good)).stdout == f"{text[:-1]}; this expectation holds without any fault: steps_lost 80\n"
+    )
     result = call("validate", str(bad), str(good))
     assert result.exit_code == 2
     assert f"bamboo: {bad}:5:35: faults.0.do: expected one of" in result.stderr

@@ -16,6 +16,7 @@ from engine.core.history.process_records import (
     CoordinatorEndedRecord,
     CoordinatorRecord,
     CutShortRecord,
+    DataRetryRecord,
     DeadlyRecord,
     Difference,
     EndedRecord,
@@ -31,6 +32,7 @@ from engine.core.history.process_records import (
     KnownRecord,
     LeftBehindRecord,
     LostRecord,
+    NetworkRecord,
     NotComparedRecord,
     PairsRecord,
     RefusedRecord,
@@ -155,7 +157,11 @@ SAMPLES: tuple[Record, ...] = (
     WaitingRecord(**AGENT, of=4, lost="exited with code 1"),
     KilledRecord(**AGENT, of=0, why="x"),
     LeftBehindRecord(**AGENT, of=0, child=8),
+    NetworkRecord(**AGENT, of="b", worst_ns=300_000, silent_ns=801_500_000, back_ns=201_800_000),
     LostRecord(worker=0, pid=8, at_ns=12, records=2, why="No space left on device"),
+    DataRetryRecord(
+        worker=0, pid=8, at_ns=12, host="a", stage=1, call="microbatch()", number=1, wait_ms=1.5, error="EIO"
+    ),
     InterruptRecord(**AGENT, signal="SIGINT"),
     CutShortRecord(**AGENT, reason="x"),
     FailedRecord(**AGENT, error='a "quoted"\nline \u00e9'),

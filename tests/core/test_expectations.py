@@ -17,6 +17,7 @@ from engine.core.checks.expectations import (
     check,
     decided,
     exit_code,
+    holds_anyway,
     verdict,
     why_no_twin,
 )
@@ -131,6 +132,45 @@ def test_of_a_run_that_was_struck_before_only_what_came_since_is_judged() -> Non
     assert found == dict.fromkeys(found, "passed")
     (recovery,) = seen.recoveries
     assert recovery.heirs == (((0, 1), 1, 0),)
+
+
+ANYWAY = "outcome recovered, trajectory identical, steps_lost 0, samples exactly-once, culprit nobody, leftovers none"
+
+
+@pytest.mark.parametrize(
+    ("expect", "done", "is_unmoved", "named"),
+    [
+        (ALL, {"kill"}, False, ""),
+        (replace(ALL, steps_lost=1), {"kill"}, False, ""),
+        (replace(ALL, steps_lost=2), {"kill"}, False, "steps_lost 2"),  # of two steps
+        (Expect(culprit="exact"), {"slow"}, False, "culprit exact"),
+        (Expect(culprit="exact"), {"slow", "kill"}, False, ""),
+        (Expect(culprit="nobody"), {"slow"}, False, ""),
+        (Expect(), {"noop"}, False, "outcome recovered"),
+        (Expect(outcome="state-lost"), {"noop"}, False, ""),
+        (replace(ALL, culprit="nobody"), {"slow"}, True, ANYWAY),
+        (replace(ALL, culprit="nobody"), {"noop-host"}, False, ANYWAY),
+    ],
+)
+def test_an_expectation_that_tells_nothing_of_the_faults_is_named(
+    expect: Expect, done: set[str], is_unmoved: bool, named: str
+) -> None:
+    which = "these expectations hold" if "," in named else "this expectation holds"
+    expected = [f"{which} without any fault: {named}"] if named else []
+    assert holds_anyway(expect, JOB, done, KINDS, is_unmoved=is_unmoved) == expected
+
+
+def test_a_fault_that_moved_nobody_is_told_with_what_it_does_not_prove() -> None:
+    """A slow worker that nobody noticed passed without a word, like the run without it."""
+    slow, nobody = replace(FAULT, do="slow"), replace(ALL, culprit="nobody", recovery=None)
+    calm = made_history([*without(EXIT, VERDICT), *did(1, 1, 6_000_000, "1B0")])
+    said = f"the fault struck; these expectations hold without any fault: {ANYWAY}"
+    seen = replace(SEEN, history=calm)
+    assert checked(replace(nobody, samples=None), seen, (slow,))["faults"].text == said.replace(
+        "samples exactly-once, ", ""
+    )
+    assert checked(nobody, replace(seen, leftovers=["pid 7"]), (slow,))["faults"].text == "the fault struck"
+    assert checked()["faults"].text == "the fault struck"
 
 
 def test_what_is_not_expected_is_not_looked_at() -> None:

@@ -104,7 +104,7 @@ def on_hosts(run: Sequence[StampedRecord], draw: random.Random, heard: bool = Tr
     for node in "bc":
         for at_ns in range(run[0].at_ns, run[-1].at_ns + 5 * MS, 5 * MS):
             least_ns = ahead[node] - draw.randint(0, 2 * MS)
-            bounds = {"least_ns": least_ns, "most_ns": least_ns + 2 * MS}
+            bounds: Any = {"least_ns": least_ns, "most_ns": least_ns + 2 * MS}
             files["a"].append(ClockRecord(**stamp(at_ns), of=node, **bounds))
     for each in run:
         node = "abc"[each.worker % 3] if each.worker != AGENT else "a"
@@ -122,7 +122,8 @@ def told(records: Sequence[Record]) -> list[Any]:
     """The records without times."""
     apart = (ClockRecord, HostRecord, JobRecord, EndedRecord)
     plain = (each for each in records if not isinstance(each, apart) and isinstance(each, StampedRecord))
-    return [replace(each, at_ns=0, **({"seen_ns": 0} if isinstance(each, ExitRecord) else {})) for each in plain]
+    seen: Any = {"seen_ns": 0}
+    return [replace(each, at_ns=0, **(seen if isinstance(each, ExitRecord) else {})) for each in plain]
 
 
 def misplaced(records: Sequence[Record]) -> list[StampedRecord]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.codec.records import encoded
 from engine.core.history.process_records import (
@@ -50,18 +51,18 @@ def split(run: Path, workers_of_b: frozenset[int], ahead_ns: int, *, b_knows: bo
             moved = replace(moved, node="b" if moved.of in workers_of_b else "a")
         own[of_b].append(moved)
         if isinstance(each, DECIDED):
-            stamp = {"worker": AGENT, "pid": 99, "at_ns": each.at_ns + ahead_ns + 300_000}
+            stamp: Any = {"worker": AGENT, "pid": 99, "at_ns": each.at_ns + ahead_ns + 300_000}
             own[1].append(HeardRecord(**stamp, of="a", line=encoded(each)))
     first, last = records[0], records[-1]
     begin = [replace(each, node="a", run_id="r") for each in records if isinstance(each, HostRecord)]
     host = begin or [_host(first.at_ns)]
     own[0][1:1] = host
-    bounds = {"least_ns": ahead_ns + SEEN_NS - BOUND_NS, "most_ns": ahead_ns + SEEN_NS + BOUND_NS}
+    bounds: Any = {"least_ns": ahead_ns + SEEN_NS - BOUND_NS, "most_ns": ahead_ns + SEEN_NS + BOUND_NS}
     own[0][2:2] = [
         ClockRecord(worker=AGENT, pid=9, at_ns=at_ns, of="b", **bounds)
         for at_ns in range(first.at_ns, last.at_ns, 1_000_000_000)
     ]
-    seen_by_b = {"least_ns": -ahead_ns - BOUND_NS, "most_ns": -ahead_ns + BOUND_NS}
+    seen_by_b: Any = {"least_ns": -ahead_ns - BOUND_NS, "most_ns": -ahead_ns + BOUND_NS}
     if b_knows:
         at_b_ns = first.at_ns + ahead_ns
         own[1].append(ClockRecord(worker=AGENT, pid=99, at_ns=at_b_ns, of="a", **seen_by_b))
@@ -90,5 +91,5 @@ def _job(records: Iterable[Record]) -> JobRecord:
 
 
 def _host(at_ns: int) -> HostRecord:
-    stamp = {"worker": AGENT, "pid": 9, "at_ns": at_ns}
+    stamp: Any = {"worker": AGENT, "pid": 9, "at_ns": at_ns}
     return HostRecord(cpu="x", cores=1, python="", torch="", began="", node="a", run_id="r", **stamp)

@@ -89,8 +89,11 @@ def test_an_exception_in_a_layer_ends_the_run_with_its_traceback(launch: Launch)
 
 
 def test_an_exception_that_is_survived_is_told_at_once_and_kept(launch: Launch) -> None:
-    """It was survived without a word: an empty log, no line in a report, and "exited with code 3" as the verdict."""
-    launcher, done = run_user_model(launch, "raises_once", "--tee")
+    """It was survived without a word: an empty log, no line in a report, and "exited with code 3" as the verdict.
+
+    The log has it in one line of JSON, with its place; the records of the workers have theirs too.
+    """
+    launcher, done = run_user_model(launch, "raises_once", "--tee", "--log-format", "json")
     assert done.code == 0
     words = "raised RuntimeError: my own bug: cache is corrupt, in layer 1 (middle)"
     line = r"\(\S+/user_models.py:\d+, in _raise_in_worker_1\)"
@@ -104,7 +107,15 @@ def test_an_exception_that_is_survived_is_told_at_once_and_kept(launch: Launch) 
     assert f"worker 1 {words}, " in done.stdout  # the line of the recovery
     assert "[1] about to raise\n" in done.stderr
     assert "[1] RuntimeError: my own bug: cache is corrupt\n" in done.stderr
-    assert "Traceback" in log.read_text()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    places = [{name: each[name] for name in ("worker", "stage", "step", "level")} for each in lines]
+    (traceback,) = (each for each in lines if each["message"].startswith("Traceback"))
+    assert places[lines.index(traceback)] == {"worker": 1, "stage": 1, "step": 1, "level": "error"}
+    assert "RuntimeError: my own bug: cache is corrupt" in traceback["message"]
+    assert {"worker": 1, "stage": 1, "step": 1, "level": "info"} in places  # it was about to raise
+    marks = launcher.events("mark")
+    assert {each["host"] for each in marks} == {traceback["host"]}
+    assert {each["stage"] for each in marks} <= {0, 1, 2}
     (record,) = launcher.events("raised")
     assert (record["of"], record["step"], record["place"]) == (1, 1, "layer 1 (middle)")
     assert record["traceback"].rstrip().endswith("in layer 1 (middle)\nin microbatch 0 of pipeline 0")

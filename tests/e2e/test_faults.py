@@ -131,7 +131,7 @@ def test_what_ends_a_worker_is_survived(strike: Strike, faultless: Callable[...,
     "fault",
     [
         at("1B2", "noop"),
-        at("1F1", "slow", factor=5.0),
+        at("1F1", "slow", factor=5.0, for_ns=1),
         at("1F1", "slow", factor=3.0, for_ns=20_000_000),
         at("1B2", "stop", for_ns=300_000_000),
         at("1B2", "hang", for_ns=300_000_000),

@@ -28,7 +28,7 @@ job: {model: mlp, stages: 4, microbatches: 2, steps: 10, validate_every: 0, redu
 faults:
   - {id: pause, at: {step: 2, stage: 0, action: B, microbatch: 1}, do: stop, for: 100ms}
   - {id: other-pause, at: {step: 3, stage: 3, action: F, microbatch: 1}, do: stop, for: 100ms}
-  - {id: slow, at: {step: 4, stage: 1, action: F, microbatch: 0}, do: slow, factor: 2}
+  - {id: slow, at: {step: 4, stage: 1, action: F, microbatch: 0}, do: slow, factor: 2, for: 50ms}
   - {id: first, at: {step: 5, stage: 2, action: B, microbatch: 1}, do: kill}
   - {id: second, after: {fault: first, phase: merged}, target: {role: recoverer}, do: kill}
 expect: {outcome: recovered, trajectory: identical, steps_lost: 0, culprit: exact}

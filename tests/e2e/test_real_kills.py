@@ -329,7 +329,7 @@ def test_a_layer_that_ends_each_heir_in_the_same_way_is_the_cause(runs: Runs, ho
 
 def test_whoever_is_slow_is_waited_for(runs: Runs) -> None:
     job = Job(**{**SMALL, "model": "timed", "model_args": {"forward_ms": 4, "backward_ms": 4, "layers": 3}})
-    slow = fault("1:1:F:0:before", job, "slow", factor=15.0)
+    slow = fault("1:1:F:0:before", job, "slow", factor=15.0, for_ns=200_000_000)
     hung = fault("5:2:B:1:before", job, "hang", for_ns=700_000_000)
     ending, events = runs.run(job, [slow, hung], silent_after=SILENCE, hang_after="4s")
     check(runs, job, ending, events)

@@ -45,6 +45,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "checkpoint_every": keeping_of,
     "validate_every": parse_epochs,
     "events_max": parse_size,
+    "data_retry_for": parse_duration,
     "hang_after": parse_duration,
 }
 

@@ -112,19 +112,6 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     assert not points.armed
 
 
-def test_who_is_slow_without_an_end_is_so_to_the_end_of_the_step(pair: tuple[Control, Link]) -> None:
-    control, _ = pair
-    control.at = (5, 1, True)
-    replicas: Any = SimpleNamespace(device=HOST)
-    points = Failpoints(control, replicas=replicas)
-    points.handle(InflictMessage("slow", "slow", {"factor": 3.0}, None))
-    for _ in range(2):
-        points.delay(5, ACTION, now_ns())
-        assert points.armed
-    points.delay(6, ACTION, now_ns())
-    assert not points.armed
-
-
 def test_a_slow_action_takes_its_factor_without_the_wait_for_a_core(
     pair: tuple[Control, Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:

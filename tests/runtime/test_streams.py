@@ -10,9 +10,12 @@ import torch
 from engine.core.errors import UserError
 from engine.core.job.job import Job
 from engine.core.manifest import DamagedCheckpointError
+from engine.core.transient_errors import RetryLimits
 from engine.models.data_sources import StreamData, open_data
 from engine.models.packing import bucketed, packed, padded
 from engine.models.streams import StreamPosition
+from engine.runtime.worker.microbatches import DataRetries
+from tests.e2e import stream_models
 from tests.e2e.stream_models import NUMBER, Stateful, number_of, sequence
 
 MODELS = "tests.e2e.stream_models:"
@@ -55,6 +58,27 @@ def test_a_position_goes_on_exactly_there_also_with_other_microbatches(name: str
     resumed.begin_at(text)
     rest = [each for step in range(after + 1, after + 5) for each in _numbers(resumed, step, 1, 3)]
     assert rest == whole[items : items + 12]
+
+
+@pytest.mark.parametrize("name", ["plain", "Stateful"])
+def test_a_stream_that_fails_for_a_moment_goes_on_where_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that has raised is at its end: the next try got the items of the next pass."""
+    whole = [_numbers(_opened(name), step) for step in range(4)]
+    failing, data = iter([False, True, False, False, True, True, *[False] * 99]), _opened(name)
+
+    def read(number: int) -> list[int]:
+        if next(failing):
+            raise TimeoutError("the store is away")
+        return sequence(number)
+
+    monkeypatch.setattr(stream_models, "sequence", read)
+    retries, seen = DataRetries(RetryLimits(9, 60.0)), []
+    for step in range(4):
+        for microbatch in range(2):
+            batch = retries.call(data.microbatch, step, 0, microbatch, 2)
+            seen += [number_of(row) for row in batch.inputs[0]]
+    assert seen == [number for numbers in whole for number in numbers]
+    assert next(failing, None) is False, "it has failed three times"
 
 
 def test_a_state_saves_reading_from_the_beginning() -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
 
 import numpy
 import pytest
 import torch
 
 from engine.core.action import Action, Op
+from engine.core.checks.trajectory import first_difference
+from engine.core.history.process_records import DataRetryRecord
 from engine.core.job.job import Job
 from engine.core.protocol.events import Loading
+from engine.core.transient_errors import RetryLimits
 from engine.models.data import DataFacts
 from engine.models.layers import Batch
 from engine.runtime.process.progress_board import LoaderStatus, ProgressBoard
 from engine.runtime.worker import microbatches
-from engine.runtime.worker.microbatches import MicrobatchLoader, WatchedData
+from engine.runtime.worker.microbatches import DataRetries, MicrobatchLoader, WatchedData
+from tests.kills import parse_kills
+from tests.runtime.thread_runs import run_in_threads
 
 SLOW_S = 0.01
 
@@ -132,3 +140,78 @@ def test_an_error_of_a_load_ahead_is_raised_where_the_data_is_needed(board: Prog
     with pytest.raises(ValueError, match="no such file"):
         two_steps(source)
     assert source.calls[-1][:2] == (1, 1)
+
+
+def flaky(board: ProgressBoard, monkeypatch: pytest.MonkeyPatch, error: Exception) -> tuple[Source, list[int]]:
+    """Returns a source of which each second call fails, and what the worker tells while it waits."""
+    source, told = Source(board, 0.0), list[int]()
+
+    def fail() -> None:
+        if len(source.calls) % 2:
+            raise error
+
+    def sleep(seconds: float) -> None:
+        if seconds and (place := board.place_of(0)):
+            told.append(place.loading)
+
+    source.draw = fail
+    monkeypatch.setattr(time, "sleep", sleep)
+    return source, told
+
+
+def test_an_error_that_passes_is_waited_for_as_the_data_are(
+    board: ProgressBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cost the worker: who asks again loads data meanwhile, for which nobody is evicted."""
+    source, told = flaky(board, monkeypatch, OSError(errno.EIO, "Input/output error"))
+    records: list[DataRetryRecord] = []
+    data = WatchedData(source, LoaderStatus(board, 0), DataRetries(RetryLimits(1, 1.0), records.append))
+    values = [data.microbatch(3, 0, number, 1).inputs[0].item() for number in range(3)]
+    values.append(data.microbatch_ahead(3, 0, 3, 1).inputs[0].item())
+    assert values == [300.0, 301.0, 302.0, 303.0]
+    assert told == [Loading.MAIN] * 3 + [Loading.AHEAD]
+    first, *_ = records
+    assert (first.call, first.number, first.wait_ms) == ("microbatch(3, 0, 0, 1)", 1, 100.0)
+    assert (first.error, len(records)) == ("OSError: [Errno 5] Input/output error", 4)
+
+
+@pytest.mark.parametrize(("error", "calls"), [(TimeoutError("late"), 2), (ValueError("wrong"), 1)])
+def test_an_error_that_stays_is_raised(
+    board: ProgressBoard, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: int
+) -> None:
+    source, _ = flaky(board, monkeypatch, error)
+    data = WatchedData(source, LoaderStatus(board, 0), DataRetries(RetryLimits(calls - 1, 1.0)))
+    source.draw = lambda: (_ for _ in ()).throw(error)
+    with pytest.raises(type(error), match=str(error)) as raised:
+        data.microbatch(0, 0, 0, 1)
+    assert len(source.calls) == calls
+    assert getattr(raised.value, "__notes__", []) == (["tried 2 times in 0.0 s"] if calls == 2 else [])
+
+
+class Rows:
+    """A data set of which the store is away at each 14th read, for two tries, if it `fails`."""
+
+    def __init__(self, *, fails: bool):
+        self._fails, self._reads = fails, count()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._fails and next(self._reads) % 15 in (13, 14):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return torch.full((8,), float(number)), torch.full((1,), float(number % 3))
+
+
+def test_a_run_whose_storage_fails_for_a_moment_has_the_same_bits() -> None:
+    """Nobody is lost but who is killed, though a worker waits longer in an action than one may hang."""
+    job = Job(model="mlp", stages=2, steps=4, microbatches=2, microbatch_size=2, hang_after="100ms")
+    job = replace(job, data=f"{__name__}:Rows", loss="mse", validate_every=0)
+    whole, failing = (replace(job, data_args={"fails": fails}) for fails in (False, True))
+    endings = [run_in_threads(each, parse_kills(["2:0:B:1"], job)) for each in (whole, failing)]
+    rows = [each.view.run_state.rows for each in endings]
+    assert [each.outcome for each in endings] == ["finished"] * 2
+    assert first_difference(*rows) is None
+    assert len({row.step for row in rows[1]}) == job.steps
+    lost = [out for epoch in endings[1].view.run_state.epochs for out in epoch.verdict]
+    assert [out.worker for out in lost] == [0]

@@ -6,7 +6,7 @@ nothing. An expectation that could not be checked makes it invalid too. An inval
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -19,12 +19,14 @@ from engine.core.checks.samples import miscounted
 from engine.core.errors import BY_SIGNAL, KILLED, BambooError, ExitCode
 from engine.core.faults.fault import (
     AT_ONCE,
+    HARMLESS,
     LOSES_A_HOST,
     WHOLE_AFTERWARDS,
     At,
     Fault,
     FaultKind,
     Worker,
+    ends,
     slot_owner,
 )
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
@@ -198,7 +200,39 @@ def check(
         checks.append(unknown if left is None else judged("leftovers", not left, _first(left) or "none"))
     if expect.recovery is not None:
         checks += limit_checks(expect.recovery, run.recoveries)
+    if faults and verdict(checks) == "passed":
+        is_unmoved = not run.exit_code and not run.host_strikes and all(each.epoch == 1 for each in run.of(EpochRecord))
+        said = holds_anyway(expect, job, {fault.do for fault in faults}, kinds, is_unmoved=is_unmoved)
+        checks[0] = replace(checks[0], text="; ".join([checks[0].text, *said]))
     return tuple(checks)
+
+
+def holds_anyway(
+    expect: Expect, job: Job, done: Set[str], kinds: Mapping[str, FaultKind], *, is_unmoved: bool = False
+) -> list[str]:
+    """Names the expectations that tell nothing of the faults of these kinds, in at most one sentence.
+
+    A run without any fault meets them, and these faults cannot break them; or, in a run that `is_unmoved`, no member
+    was lost or replaced by them.
+    """
+    usual = {
+        "outcome recovered": expect.outcome == "recovered",
+        f"trajectory {expect.trajectory}": expect.trajectory is not None,
+        f"steps_lost {expect.steps_lost}": expect.steps_lost is not None,
+        "samples exactly-once": expect.samples is not None,
+        f"culprit {expect.culprit}": expect.culprit is not None,
+        "leftovers none": expect.leftovers is not None,
+    }
+    if not is_unmoved and not done <= HARMLESS | {"noop-host"}:
+        usual = {
+            f"steps_lost {expect.steps_lost}": expect.steps_lost is not None and 0 < job.steps <= expect.steps_lost,
+            "culprit exact": expect.culprit == "exact" and not any(ends(do, kinds) for do in done),
+        }
+    named = [name for name, holds in usual.items() if holds]
+    if not named:
+        return []
+    which = "this expectation holds" if len(named) == 1 else "these expectations hold"
+    return [f"{which} without any fault: {', '.join(named)}"]
 
 
 def verdict(checks: Sequence[Check]) -> Result:

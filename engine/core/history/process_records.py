@@ -47,6 +47,22 @@ class ClockRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkRecord(StampedRecord):
+    """The worst round trip to host `of` in the last minute, and for how long it may be silent or without a stream."""
+
+    of: str
+    worst_ns: int
+    silent_ns: int
+    back_ns: int
+
+    def __str__(self) -> str:
+        deadlines = (
+            f"is lost after {self.silent_ns / 1e9:.3g} s of silence, or {self.back_ns / 1e9:.3g} s without a stream"
+        )
+        return f"host {self.of} {deadlines} (round trips of up to {self.worst_ns / 1e6:.3g} ms)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeardRecord(StampedRecord):
     """The recording host has a copy of a decision of host `of`: `line` is the record of host `of`."""
 
@@ -216,6 +232,19 @@ class LostRecord(StampedRecord):
 
     def __str__(self) -> str:
         return f"worker {self.worker} could not write {counted(self.records, 'record')}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRetryRecord(StampedRecord):
+    """The data of the writing worker failed with `error` in a call, which it tries again after `wait_ms`.
+
+    It is the further try `number` of this call, from 1.
+    """
+
+    call: str
+    number: int
+    wait_ms: float
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,11 +32,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StampedRecord(Record):
-    """A record with its writer (a worker, or `AGENT`), the process and the time; they are added when it is written."""
+    """A record with its writer (a worker, or `AGENT`), the process and the time; they are added when it is written.
+
+    A worker adds its `host`, and the `stage` that it is computing or, before the first one, owns.
+    """
 
     worker: int = 0
     pid: int = 0
     at_ns: int = 0
+    host: str = ""
+    stage: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from engine.core.errors import InvariantError
+from engine.core.hosts.deadlines import BACK, SILENT
 
 _S = 1_000_000_000
 GONE_NS = 10 * _S  # from SIGKILL until a process is left behind
@@ -183,6 +184,11 @@ class LeaseTime(NamedTuple):
         """When the workers have to be ended."""
         return self.sent_ns + self.ttl_ns - MARGIN_NS
 
+    @property
+    def longest_call_ns(self) -> int:
+        """The longest that a renewal may take: three fit into the time of the lease."""
+        return (self.ttl_ns - MARGIN_NS) // 3
+
     def renewed(self, sent_ns: int) -> LeaseTime:
         """Returns the lease after the answer to a renewal."""
         return self._replace(sent_ns=max(sent_ns, self.sent_ns))
@@ -192,8 +198,8 @@ class LeaseTime(NamedTuple):
 #
 # Rule: a host whose words wait here, because this host is slow to take them, is not silent.
 
-BACK_NS = 200_000_000  # from the end of a stream until it has to be back
-SILENT_NS = 2_000_000_000
+BACK_NS = BACK.usual_ns  # from the end of a stream until it has to be back
+SILENT_NS = SILENT.usual_ns
 LATER_NS = BACK_NS + 500_000_000  # from the end of a host until all hear of it; a broken transfer is no proof before
 
 
@@ -203,13 +209,14 @@ class HostSight(NamedTuple):
     heard_ns: int
     ended_ns: int | None = None
     is_waiting: bool = False
+    worst_ns: int | None = None  # of the round trips to it
 
     def why_lost(self, now_ns: int) -> str:
         """Returns why the host counts as lost, in words; empty if it does not."""
-        if self.ended_ns is not None and now_ns - self.ended_ns >= BACK_NS:
+        if self.ended_ns is not None and now_ns - self.ended_ns >= BACK.after(self.worst_ns):
             return "its stream has ended"
-        if not self.is_waiting and now_ns - self.heard_ns >= SILENT_NS:
-            return f"it was silent for {SILENT_NS / 1e9:g} s"
+        if not self.is_waiting and now_ns - self.heard_ns >= (silent_ns := SILENT.after(self.worst_ns)):
+            return f"it was silent for {silent_ns / 1e9:.3g} s"
         return ""
 
 

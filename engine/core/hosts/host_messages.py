@@ -121,11 +121,15 @@ class EndedHostMessage(FromOtherHost):
 
 @message
 class SignsHostMessage(FromOtherHost):
-    """The signs of life of the processes of a host."""
+    """The signs of life of the processes of a host.
+
+    `echo` has the time of sending of the last `TickHost`, by the clock of its sender, and how long ago it came.
+    """
 
     received: int
     sent_ns: int
     signs: tuple[WorkerSign, ...]
+    echo: tuple[int, ...] = ()
 
 
 @message

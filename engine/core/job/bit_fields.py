@@ -21,7 +21,7 @@ from engine.core.job.update_rules import depends_on_steps
 # The neutral fields that a fault-free twin has as its run does, and those for which it has the cheapest value.
 _AS_RUN = {
     *("stages", "blocks", "stages_per_worker", "workers", "placement", "schedule", "partition", "share_gpu"),
-    *("activation_checkpoint", "audit", "load_ahead", "validation_microbatches"),
+    *("activation_checkpoint", "audit", "load_ahead", "data_retries", "data_retry_for", "validation_microbatches"),
 }
 _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
@@ -47,6 +47,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "name": "",
     "results": "",
     "logger": "",
+    "log_format": "text",
 }
 NEUTRAL = _AS_RUN | _CHEAPEST.keys()
 # The fields that shape a checkpoint's tensors: it cannot be loaded with others. Each pipeline has its own buffers.

@@ -20,6 +20,7 @@ Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+LogFormat = Literal["text", "json"]
 LossNormalisation = Literal["microbatches", "tokens", "next-tokens"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the layers at which stages 1, 2, ... begin: 2,4,6"
@@ -57,6 +58,12 @@ class Job:
         "microbatches to prefetch, one thread each; used only if the source is slow and draws no random numbers; 0 = "
         "off",
     )
+    data_retries: int = described(
+        8,
+        "ask the data source again, at most N times per call, after an error that may pass (EIO, ESTALE, a broken "
+        "connection, a time-out, is_transient = True); 0 = off",
+    )
+    data_retry_for: str = described("1m", "how long a call of the data source may be tried again in all")
     variable_shapes: bool = described(
         False,
         "microbatches may differ in their sizes, such as the length of a sequence: shapes travel with each tensor",
@@ -208,6 +215,9 @@ class Job:
         "csv, tensorboard, wandb, mlflow, otel, kubeflow, prometheus, prometheus:FILE.prom, prometheus:PORT or "
         "package.module:Class (trusted code); comma-separated",
     )
+    log_format: LogFormat = described(
+        "text", "logs of the workers in the run folder: text, or json (lines with time, level, host, worker, step, ...)"
+    )
 
     @property
     def masked(self) -> Job:
@@ -340,6 +350,7 @@ _AT_LEAST = {
     "steps": 1,
     "epochs": 0,
     "load_ahead": 0,
+    "data_retries": 0,
     "threads": 1,
     "seed": 0,
     "warmup_steps": 0,
@@ -360,6 +371,7 @@ _MAX_FORWARDS = 1_000_000
 _MOST_WORKERS = 1024
 AT_MOST = {
     "load_ahead": 256,
+    "data_retries": 1000,
     "stages": 4096,
     "blocks": 4096,
     "standby": 1024,

@@ -209,7 +209,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
     problems += [
         Problem(name, f"{DURATION_FORM}, at least 100ms", repr(getattr(job, name)))
-        for name in ("hang_after", "silent_after")
+        for name in ("hang_after", "silent_after", "data_retry_for")
         if (parse_duration(getattr(job, name)) or 0) < _LEAST_PATIENCE_NS
     ]
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):

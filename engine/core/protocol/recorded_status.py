@@ -12,6 +12,7 @@ from engine.core.history.process_records import (
     ComparisonRecord,
     DeadlyRecord,
     FailedRecord,
+    NetworkRecord,
     NotComparedRecord,
     StartedRecord,
     WaitingRecord,
@@ -96,6 +97,7 @@ def _policy(history: RunHistory) -> Iterator[str]:
         yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
     yield from (f"worker {each.of} {each.why}" for each in _cramped(history))
+    yield from map(str, {each.of: each for each in history.of(NetworkRecord)}.values())
 
 
 def _cramped(history: RunHistory) -> list[CrampedRecord]:

@@ -132,6 +132,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
     "validate_every": {"type": ["integer", "string"], "pattern": EPOCHS_PATTERN, "minimum": 0},
     "checkpoint_every": {"type": ["string", "integer"], "pattern": KEEPING_PATTERN, "minimum": 0},
     "events_max": {"pattern": SIZE_PATTERN},
+    "data_retry_for": {"pattern": DURATION_PATTERN},
     "hang_after": {"pattern": DURATION_PATTERN},
     "silent_after": {"pattern": DURATION_PATTERN},
     "partition": _LISTED | {"items": {"type": "integer"}},

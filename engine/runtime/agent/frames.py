@@ -42,7 +42,9 @@ _FAST = 1  # of zlib: events become a sixth, entries of actions a third, in 3 ms
 _WITH_PACKET = (WordsHostMessage, HeardHostMessage, ToldHostMessage, TaughtHostMessage, ShippedHostMessage)
 
 
-def sign_frames(received: int, sent_ns: int, signs: Sequence[WorkerSign]) -> Iterator[bytes]:
+def sign_frames(
+    received: int, sent_ns: int, signs: Sequence[WorkerSign], echo: tuple[int, ...] = ()
+) -> Iterator[bytes]:
     """Yields the frames with signs of life, one without any too: a heartbeat is longer the more workers there are."""
     first, num_bytes = 0, 0
     for place, sign in enumerate(signs):
@@ -50,7 +52,7 @@ def sign_frames(received: int, sent_ns: int, signs: Sequence[WorkerSign]) -> Ite
         if place - first >= _SIGNS or (num_bytes > _SIGN_BYTES and place > first):
             yield frame(SignsHostMessage(received, sent_ns, tuple(signs[first:place])))
             first, num_bytes = place, len(sign.heartbeat)
-    yield frame(SignsHostMessage(received, sent_ns, tuple(signs[first:])))
+    yield frame(SignsHostMessage(received, sent_ns, tuple(signs[first:]), echo))
 
 
 def frame(header: Message, packet: bytes = b"") -> bytes:
@@ -130,6 +132,7 @@ def read_from_host(data: bytes) -> Packets:
     if isinstance(header, WordsHostMessage):
         _refuse_unless(isinstance(decode(packet), ToAgent), "a message that a worker sends")
     elif isinstance(header, SignsHostMessage):
+        _refuse_unless(len(header.echo) in (0, 2) and min(header.echo, default=0) >= 0, "two times")
         for each in header.signs:
             _check_sign(each)
     elif isinstance(header, HoldsHostMessage):

@@ -31,6 +31,7 @@ from engine.core.errors import (
     Problem,
     UserError,
 )
+from engine.core.hosts.deadlines import RENEWAL, RoundTrips
 from engine.core.hosts.ends import LeaseTime
 from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences
 from engine.core.kv import KV, Lease, Put, Txn, absent
@@ -53,7 +54,9 @@ def boottime_ns() -> int:
 class KeptLease:
     """A lease of the store; a thread ends the workers when it cannot be kept, and then this process."""
 
-    def __init__(self, kv: KV, ttl_s: int):
+    def __init__(self, kv: KV, ttl_s: int, allow: Callable[[float], object] = lambda seconds: None):
+        """`allow` sets how many seconds a renewal may take, which follows those before it."""
+        self._allow, self._answers = allow, RoundTrips()
         self._end_workers: Callable[[str], None] = lambda why: None
         self._kv = kv
         sent_ns = boottime_ns()
@@ -80,8 +83,11 @@ class KeptLease:
                 if not self._kv.keep_alive(self.lease) and not self._is_over.is_set():
                     self._end("the lease of this host has expired, or was revoked: the run goes on without it")
                 self._time = self._time.renewed(sent_ns)
+                self._answers = self._answers.with_one(boottime_ns() - sent_ns)
+                allowed_ns = RENEWAL.after(self._answers.worst_ns)
             except (CoordinatorUnavailableError, LeaseLostError):
-                pass  # tried again, until the time is over
+                allowed_ns = RENEWAL.most_ns  # tried again, until the time is over
+            self._allow(min(allowed_ns, self._time.longest_call_ns) / 1e9)
 
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):

@@ -21,7 +21,14 @@ from engine.codec.records import decoded, encoded
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.errors import BambooError, CoordinatorUnavailableError, WorkerFailedError, ensure
 from engine.core.faults.injection import InheritedFaults
-from engine.core.history.process_records import DeadlyRecord, ExitRecord, RequestRecord, ResumedRecord, StartedRecord
+from engine.core.history.process_records import (
+    DeadlyRecord,
+    ExitRecord,
+    NetworkRecord,
+    RequestRecord,
+    ResumedRecord,
+    StartedRecord,
+)
 from engine.core.history.run_records import (
     AGENT,
     AuditRecord,
@@ -337,7 +344,12 @@ class HostServers(Spawner):
             return "it did not connect" if now_ns - began_ns > _FIRST_NS else ""
         if peer.end.is_full:
             return "it does not read any more"
-        return HostSight(peer.heard_ns, peer.ended_ns, peer.is_waiting).why_lost(now_ns)
+        return HostSight(peer.heard_ns, peer.ended_ns, peer.is_waiting, away.round_trips.worst_ns).why_lost(now_ns)
+
+    def news_of_network(self) -> list[NetworkRecord]:
+        """Returns the records of round trips that have changed."""
+        told = (each.network_record() for each in self._others if each.is_there)
+        return [each for each in told if each is not None]
 
     def _lose(self, away: RemoteSpawner, why: str) -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look

@@ -131,6 +131,7 @@ class HeartbeatReporter:
 
     def __init__(self, board: ProgressBoard, all_of: Callable[[], Sequence[LocalProcess]]):
         self._board, self._all_of = board, all_of
+        self.ticked: tuple[int, int] | None = None  # when the last tick was sent, by the other clock, and when it came
         self._end: StreamEnd | None = None
         self._is_over = threading.Event()
         threading.Thread(target=self._tell_all, name="signs", daemon=True).start()
@@ -139,7 +140,7 @@ class HeartbeatReporter:
         """Tells them over this stream from now on, to a host that has sent no signal yet."""
         for each in self._all_of():
             each.num_signals = 0
-        self._end = end
+        self._end, self.ticked = end, None
 
     def close(self) -> None:
         """Ends the thread."""
@@ -175,7 +176,9 @@ class HeartbeatReporter:
             self.tell(of)
 
     def _send(self, end: StreamEnd, of: Sequence[LocalProcess]) -> None:
-        for each in sign_frames(end.received, now_ns(), [process.sign(self._board) for process in of]):
+        signs, at_ns = [process.sign(self._board) for process in of], now_ns()
+        echo = () if self.ticked is None else (self.ticked[0], at_ns - self.ticked[1])
+        for each in sign_frames(end.received, at_ns, signs, echo):
             end.send(each)
 
 
@@ -255,6 +258,7 @@ class HostWorkers:
         """Takes a frame of the coordinator's host, in the thread of the stream."""
         if isinstance(header, TickHostMessage):
             self._offset.received(header.sent_ns, at_ns := now_ns())
+            self._signs.ticked = (header.sent_ns, at_ns)
             if header.heard:
                 self._offset.sent(*header.heard)
             self._bounds = self._offset.at(at_ns)

@@ -14,6 +14,8 @@ from typing import Any
 from engine.codec.messages import decode, encode
 from engine.codec.records import decoded
 from engine.core.errors import KILLED, EnvironmentLacksError, ensure, required
+from engine.core.history.process_records import NetworkRecord
+from engine.core.hosts.deadlines import BACK, SILENT, RoundTrips
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
@@ -42,7 +44,7 @@ from engine.core.protocol.succession import ProcessOnHost
 from engine.runtime.agent.frames import frame
 from engine.runtime.agent.record_shipping import RecordReceiver, RecordShipper
 from engine.runtime.agent.wire import HostPeer, StreamEnd
-from engine.runtime.process.clock import now_ns
+from engine.runtime.process.clock import TICK_S, now_ns
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.kernel import ProcessTimes
 from engine.runtime.process.link import WorkerLink
@@ -222,6 +224,9 @@ class RemoteSpawner(Spawner):
         self._hearing = threading.Lock()
         self._why_lost = ""
         self._heard: tuple[int, ...] = ()  # when the last signs were sent, and when they came
+        self._echo_ns = 0
+        self.round_trips = RoundTrips()
+        self.told_ns: int | None = None  # the worst of them in the last record
 
     @property
     def is_there(self) -> bool:
@@ -266,8 +271,9 @@ class RemoteSpawner(Spawner):
     def _deliver(self, header: Message, packet: bytes) -> None:
         """Takes a frame of the other host, in the thread of its stream."""
         match header:
-            case SignsHostMessage(sent_ns=sent_ns, signs=signs):
-                self._heard = (sent_ns, now_ns())
+            case SignsHostMessage(sent_ns=sent_ns, signs=signs, echo=echo):
+                self._measure(echo, at_ns := now_ns())
+                self._heard = (sent_ns, at_ns)
                 for sign in signs:
                     self._with(sign.process, "sees", sign)
             case WordsHostMessage(process=process):
@@ -291,6 +297,23 @@ class RemoteSpawner(Spawner):
                 self._keep_lines(header, packet)
             case KeptHostMessage() if self.shipper is not None:
                 self.shipper.kept(header)
+
+    def _measure(self, echo: tuple[int, ...], now_ns: int) -> None:
+        """Learns the round trip of a tick; half of the time by which these signs come late counts like one."""
+        late_ns = (now_ns - self._heard[1] - TICK_S * 1e9) / 2 if self._heard else 0
+        if echo and echo[0] != self._echo_ns:
+            self._echo_ns = echo[0]
+            self.round_trips = self.round_trips.with_one(max(now_ns - sum(echo), round(late_ns)))
+
+    def network_record(self) -> NetworkRecord | None:
+        """Returns the record of the round trips and the deadlines that follow them, where these have changed."""
+        trips = self.round_trips
+        if not trips.tells_more_than(self.told_ns):
+            return None
+        self.told_ns = worst_ns = trips.worst_ns
+        return NetworkRecord(
+            of=self.host, worst_ns=worst_ns or 0, silent_ns=SILENT.after(worst_ns), back_ns=BACK.after(worst_ns)
+        )
 
     def _keep_lines(self, header: ShippedHostMessage, packet: bytes) -> None:
         """Keeps records; the last answer is on its way when the host has shipped all."""

@@ -295,6 +295,8 @@ def supervise(agent: Agent, server: Spawner, interrupts: Interrupts) -> None:
             if now_s - ticked_s >= TICK_S:
                 ticked_s = now_s
                 agent.look_at_clock()
+                for record in server.news_of_network():
+                    agent.recorder.write(record)
                 server_pid = _look_at(server, agent, server_pid)
     if not agent.has_left:
         _look_at(server, agent, server_pid)  # a short run may end between two ticks

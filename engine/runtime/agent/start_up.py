@@ -192,6 +192,7 @@ class WorkerGroup:
             joins=joins,
             address=launch.server.at(member.worker).address,
             local_rank=member.local_rank,
+            host=member.host,
         )
         member.link.send(message)
 

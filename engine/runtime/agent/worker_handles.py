@@ -68,7 +68,8 @@ class WorkerHandle:
     @property
     def account(self) -> str:
         """The log of a worker that is out, and the part of the start that it was in, in words."""
-        is_empty = self.log.exists() and not self.log.stat().st_size  # on another host it may not be here
+        there = [each for each in (self.log, self.log.with_suffix(".out")) if each.exists()]  # of this host
+        is_empty = there and not any(each.stat().st_size for each in there)
         return f"{self.name}{self.doing and f', which {self.doing},'} wrote {'nothing' if is_empty else self.log}"
 
     def release(self) -> None:

@@ -353,7 +353,9 @@ def stop(parameters: Parameters) -> tuple[TimedSignal, ...]:
 _FOREVER_S = 1_000_000
 
 _FACTOR = Parameter("factor", "number", "how many times as long a forward or backward takes", 4.0)
-_SLOW_FOR = Parameter("for", "duration", "how long, but at least one action; without it, to the end of the step")
+_SLOW_FOR = Parameter(
+    "for", "duration", "how long, but at least one action: a slow step alone is not noticed", required=True
+)
 _HANG_FOR = Parameter("for", "duration", "how long; without it, until the worker is killed")
 _GIL = Parameter(
     "gil", "choice", "held: its other threads hang too, heartbeat included", "released", choices=("released", "held")
@@ -363,8 +365,7 @@ _GIL = Parameter(
 @fault_kind("slow", "The worker computes more slowly for a while.", "worker", at_once, _FACTOR, _SLOW_FOR)
 def slow(context: WorkerFaultContext) -> None:
     """Slows down compute actions; the first slow one confirms the effect."""
-    for_ns = context.parameters.get("for_ns")
-    context.slow_down(float(context.parameters["factor"]), None if for_ns is None else int(for_ns))
+    context.slow_down(float(context.parameters["factor"]), int(context.parameters["for_ns"]))
 
 
 @fault_kind("hang", "The worker never comes to the end of an action.", "worker", at_once, _HANG_FOR, _GIL)

@@ -33,7 +33,7 @@ class WorkerFaultContext:
     """The context of a fault by the worker itself; `stage` is its replica of the target slot, if it has one.
 
     `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
-    `ns` nanoseconds or, with None, to the end of the step. `links` are the faults of connections, which tell of
+    `ns` nanoseconds. `links` are the faults of connections, which tell of
     the first message or frame that they meet. `troubles` are those of the disk under the worker's checkpoints, None if
     it writes none. `device` is the one that it computes on.
     """
@@ -43,7 +43,7 @@ class WorkerFaultContext:
     stage: Stage | None
     control: Control
     tell: Callable[[str], None]
-    slow_down: Callable[[float, int | None], None]
+    slow_down: Callable[[float, int], None]
     links: LinkFaults
     device: Device
     troubles: DiskTroubles | None = None

@@ -150,11 +150,17 @@ class Recorder:
         thinning: LogRetention | None = None,
         pid: int = 0,
         tell: RecordListener | None = None,
+        host: str = "",
     ):
-        """`pid` is the process whose records it writes, by default this one; `tell` gets each record."""
+        """`pid` is the process whose records it writes, by default this one; `tell` gets each record.
+
+        `host` is that of a worker.
+        """
         self.fd = fd
         self.worker = worker
         self.steps = steps
+        self.host = host
+        self.stage: int | None = None  # of a worker: that of its action
         self._thinning = thinning
         self._tell = tell
         self.last = (-1, "")  # the last action, behind its step
@@ -230,7 +236,8 @@ class Recorder:
                     self._lost = LostRecord(records=0, why="")
 
     def _append(self, record: StampedRecord) -> None:
-        stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
+        at_ns = record.at_ns or now_ns()
+        stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=at_ns, host=self.host, stage=self.stage)
         text = encoded(stamped)
         self._put(text, record.step if isinstance(record, AuditRecord) else None)
         if self._tell is not None:

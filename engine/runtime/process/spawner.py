@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from engine.core.history.process_records import NetworkRecord
 from engine.core.messages import HeartbeatMessage
 from engine.core.protocol.events import Sight
 from engine.files.atomic_write import open_to_append
@@ -140,6 +141,10 @@ class Spawner(Protocol):
     def leave(self) -> None:
         """Lets the workers of other hosts go on without this one."""
         return
+
+    def news_of_network(self) -> Sequence[NetworkRecord]:
+        """Returns the records of round trips to other hosts that have changed."""
+        return ()
 
     def has_ended(self) -> bool:
         """Returns whether the process that forks workers has ended; the next start then begins another."""

@@ -209,6 +209,7 @@ class Executor:
             self._leave()
             self._strike(action, "before")
         context.board.write(context.worker, step, self.num_computed, text)
+        context.recorder.stage = action.stage
         context.control.begin(step, action.op in _BUSY_OPS)
         if waits is not None and not (waits.are_read and action.op in COMPUTE_OPS):
             waits = None

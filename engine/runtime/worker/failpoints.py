@@ -35,12 +35,11 @@ _OWN_PHASES = ("fence", "regroup")  # phases that the agent knows from messages 
 
 @dataclass(slots=True)
 class _Slowdown:
-    """A fault that slows down compute actions: to the end of `step`, or to a time, but at least one action."""
+    """A fault that slows down compute actions to a time, but at least one action."""
 
     fault: str
     factor: float
-    step: int
-    until_ns: int | None
+    until_ns: int
     is_confirmed: bool = False
 
 
@@ -140,8 +139,8 @@ class Failpoints:
         )
         registered()[message.do].strike(context)
 
-    def _slow_down(self, fault: str, factor: float, for_ns: int | None) -> None:
-        self._slowdown = _Slowdown(fault, factor, self.control.at[0], None if for_ns is None else now_ns() + for_ns)
+    def _slow_down(self, fault: str, factor: float, for_ns: int) -> None:
+        self._slowdown = _Slowdown(fault, factor, now_ns() + for_ns)
 
     def delay(self, step: int, action: Action, start_ns: int, waited_ns: int = 0) -> None:
         """Delays the end of an action: until the fault during it has struck, and by the factor of a slowdown.
@@ -155,10 +154,7 @@ class Failpoints:
         slowdown = self._slowdown
         if slowdown is None or action.op not in COMPUTE_OPS:
             return
-        is_over = step > slowdown.step
-        if slowdown.until_ns is not None:
-            is_over = slowdown.is_confirmed and start_ns > slowdown.until_ns
-        if is_over:
+        if slowdown.is_confirmed and start_ns > slowdown.until_ns:
             self._slowdown = None
             return
         took_ns = now_ns() - start_ns - waited_ns

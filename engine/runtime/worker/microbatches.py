@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import TypeVar
 
 import torch
 
 from engine.core.action import Action
 from engine.core.checks.trajectory import MARK_DIGITS, LoadedMarks, another, impure_data, named
-from engine.core.errors import Problem, UserError
+from engine.core.errors import InvariantError, Problem, UserError, required
+from engine.core.history.process_records import DataRetryRecord
 from engine.core.job.job import Job, is_due
 from engine.core.job.samples import EvaluationSets, parts_of
 from engine.core.ownership import Slot
-from engine.core.texts import numbered
+from engine.core.texts import numbered, printable
+from engine.core.transient_errors import RetryLimits, is_transient
+from engine.core.units import parse_duration
 from engine.models.data import Data, DataFacts
 from engine.models.data_sources import StreamData, evaluation, evaluation_sets, num_samples, samples_of
 from engine.models.layers import Batch, Tensors
@@ -33,6 +36,48 @@ from engine.runtime.process.progress_board import LoaderStatus
 from engine.runtime.stage.random_streams import displace, positions
 from engine.runtime.stage.trials import MICROBATCHES
 
+# Errors of storage that may pass: the call is tried again, with waits that double, before it costs the worker.
+#
+# Rules: only data are asked again, never a layer: what they return depends on the call alone, so the bits of the step
+# stay. Meanwhile the worker loads data, for which nobody is evicted.
+
+_MOST_OF_ERROR = 500  # characters in a record
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True, slots=True)
+class DataRetries:
+    """The further tries of calls of a data source within their limits; `tell` gets a record of each."""
+
+    limits: RetryLimits = RetryLimits(0, 0.0)  # noqa: RUF009 - it is frozen
+    tell: Callable[[DataRetryRecord], object] = lambda record: None
+
+    def call(self, load: Callable[..., _Loaded], *at: object) -> _Loaded:
+        """Returns what a call returns; raises its last error, with a note, if no try within the limits succeeds."""
+        start_s = 0.0
+        for number in count(1):
+            try:
+                return load(*at)
+            except Exception as error:
+                start_s = start_s or time.monotonic()
+                spent_s = time.monotonic() - start_s
+                wait_s = self.limits.wait_s(number, spent_s) if is_transient(error) else None
+                if wait_s is None:
+                    if number > 1:
+                        error.add_note(f"tried {number} times in {spent_s:.1f} s")
+                    raise
+                name = getattr(load, "__name__", "evaluation") + str(at)
+                told = printable(f"{type(error).__name__}: {error}")[:_MOST_OF_ERROR]
+                self.tell(DataRetryRecord(call=name, number=number, wait_ms=round(wait_s * 1e3, 1), error=told))
+                time.sleep(wait_s)
+        raise InvariantError("the tries have no end")
+
+
+def retry_limits(job: Job) -> RetryLimits:
+    """Returns the limits of a job."""
+    return RetryLimits(job.data_retries, required(parse_duration(job.data_retry_for), "a duration is checked") / 1e9)
+
+
 # A data source whose calls are watched: loading data is a state of its own, and a slow source can load ahead.
 #
 # Rule: only a source that draws from no stream of the process may load ahead. It would disturb the draws of the layers,
@@ -41,15 +86,14 @@ from engine.runtime.stage.trials import MICROBATCHES
 
 _CHECKED_CALLS = 20
 _LEAST_CALLS = 2
-_Loaded = TypeVar("_Loaded")
 _SLOW_S = 0.005  # a hand-over to another thread takes longer than a quicker call
 
 
 class WatchedData:
-    """The calls of `data`, which its `LoaderStatus` tells."""
+    """The calls of `data`, which its `LoaderStatus` tells, and which are tried again after some errors."""
 
-    def __init__(self, data: Data, whereabouts: LoaderStatus):
-        self._data, self._whereabouts = data, whereabouts
+    def __init__(self, data: Data, whereabouts: LoaderStatus, retries: DataRetries = DataRetries()):
+        self._data, self._whereabouts, self._retries = data, whereabouts, retries
         self._num_calls = 0
         self._draws = self._is_slow = False
         self._stream: StreamData | None = getattr(data, "stream", None)
@@ -145,7 +189,7 @@ class WatchedData:
     def _told(self, ahead: bool, load: Callable[..., _Loaded], *at: int) -> _Loaded:
         self._whereabouts.load(True, ahead=ahead)
         try:
-            return load(*at)
+            return self._retries.call(load, *at)
         finally:
             self._whereabouts.load(False, ahead=ahead)
 

@@ -389,8 +389,9 @@ class Training:
             if output.program != "usual":
                 is_plan = output.program == "plan"
                 num_bytes = self._plane.bytes_sent - before if is_plan else self._executor.end.bytes_healed
-                at = {"epoch": self.context.control.accepted, "step": self._executor.step}
-                self.context.recorder.write(MovedRecord(program=output.program, **at, bytes=num_bytes))
+                epoch, step = self.context.control.accepted, self._executor.step
+                moved = MovedRecord(program=output.program, epoch=epoch, step=step, bytes=num_bytes)
+                self.context.recorder.write(moved)
         return inputs.ProgramEnded()
 
     def _take_step(self, output: outputs.TakeStep) -> inputs.Input:

@@ -71,6 +71,7 @@ from engine.runtime.device.device_faults import DeviceFaults
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.control import Control, ControlHandler, Fenced, Killed, Stopped, give_notice_of_sigterm
+from engine.runtime.process.json_log import JsonLog
 from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.process.progress_board import LoaderStatus, ProgressBoard
@@ -90,7 +91,7 @@ from engine.runtime.transport.nccl_transport import AgentMeeting, LastResort, Nc
 from engine.runtime.transport.peer_link import memory_of
 from engine.runtime.transport.transport import Border, TensorSpec, Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
-from engine.runtime.worker.microbatches import WatchedData, on_device
+from engine.runtime.worker.microbatches import DataRetries, WatchedData, on_device, retry_limits
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.step_end import WorkerContext
 from engine.runtime.worker.training import Training, WorkerProtocol, exit_code
@@ -105,6 +106,7 @@ _TOLD_AFTER_NS, _LOGGED_AFTER_NS = 3_000_000_000, 30_000_000_000
 _PARTS: dict[CodeType, str] = {
     Control.wait_until.__code__: "",  # for the other workers
     open_data.__code__: "opens the data",
+    DataRetries.call.__code__: "reads the data",
     WatchedData.microbatch.__code__: "reads the data",
     WatchedData.evaluation.__code__: "reads the data",
     build_model.__code__: "builds the model",
@@ -232,7 +234,10 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     def backend_of(welcome: WelcomeMessage, device: Device) -> TransportBackend:
         return backend_for(control, welcome, network_fd, device)
 
-    return worker.run(control, backend_of, takes_sigterm=True)
+    try:
+        return worker.run(control, backend_of, is_process=True)
+    finally:
+        worker.end_log()
 
 
 class WorkerRun(ControlHandler):
@@ -247,8 +252,9 @@ class WorkerRun(ControlHandler):
         self._recorder: Recorder | None = None
         self._failpoints: Failpoints | None = None
         self._training: Training | None = None
+        self._log: JsonLog | None = None
 
-    def run(self, control: Control, backend_of: BackendOf, *, takes_sigterm: bool = False) -> int:
+    def run(self, control: Control, backend_of: BackendOf, *, is_process: bool = False) -> int:
         """Runs the worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
 
         def aside(output: Output) -> None:
@@ -258,10 +264,13 @@ class WorkerRun(ControlHandler):
                 self._training.carry_out_aside(output)
 
         self._protocol, faults = (protocol := WorkerProtocol(control, aside)), DeviceFaults()
-        if takes_sigterm:
+        if is_process:
             give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeReceived()))
         try:
-            return self._train(control, protocol, backend_of, faults)
+            welcome = control.take(WelcomeMessage)
+            if is_process and Job(**welcome.job).log_format == "json":
+                self._log = JsonLog(_host(welcome), welcome.worker, partial(self._where, control))
+            return self._train(control, protocol, backend_of, faults, welcome)
         except (Stopped, Fenced):  # before it has joined
             return exit_code(protocol.feed(ProtocolMessage(control.hear())))
         except UserError as error:
@@ -293,8 +302,14 @@ class WorkerRun(ControlHandler):
         if self._training is not None and (told := control.await_stop(_ANSWER_S)) is not None:
             self._training.keep_last_when_told(told)
 
-    def _train(self, control: Control, protocol: WorkerProtocol, backend_of: BackendOf, faults: DeviceFaults) -> int:
-        welcome = control.take(WelcomeMessage)
+    def _train(
+        self,
+        control: Control,
+        protocol: WorkerProtocol,
+        backend_of: BackendOf,
+        faults: DeviceFaults,
+        welcome: WelcomeMessage,
+    ) -> int:
         job = Job(**welcome.job)
         origin = None if welcome.checkpoint is None else Resumption(**welcome.checkpoint)
         first = begun_with(origin) + 1
@@ -345,18 +360,21 @@ class WorkerRun(ControlHandler):
         torch.set_num_threads(job.threads)
         board = ProgressBoard(self._board_fd, welcome.num_lines)
         self._whereabouts = whereabouts = LoaderStatus(board, worker)
+        events_fd, steps_fd = self._record_fds
+        steps = StepWriter(steps_fd, worker, span_of(job))
+        self._recorder = recorder = Recorder(events_fd, worker, steps, host=_host(welcome))
         with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
             displace(random_key(job.seed, "data") % 2**32)
-            data = WatchedData(data_of(job), whereabouts)
+            retries = DataRetries(retry_limits(job), recorder.write)
+            data = WatchedData(retries.call(data_of, job), whereabouts, retries)
         model = build_model(job, data.facts, data)
         given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
-        events_fd, steps_fd = self._record_fds
-        self._recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
         if worker == owners[0]:
             _cut(control, job, model, data, device, given)
         starts = control.take(messages.PartitionMessage).starts
         grid = replace(job.grid, ties=tied_stages(model.ties, starts))
         ownership = Ownership(grid, owners, welcome.shadows)
+        recorder.stage = min((stage for _, stage in ownership.slots_of(worker)), default=None)
         replicas = Replicas(job, model, starts, ownership.held_by(worker), device)
         if given is not None:
             given.fill(replicas)
@@ -377,6 +395,8 @@ class WorkerRun(ControlHandler):
         """Looks at the part of the start that the main thread is in."""
         if (watch := self._watch) is not None:
             watch.look()
+        if (log := self._log) is not None:
+            log.copy()
 
     def prepare(self, order: PrepareMessage | NextGroupMessage) -> None:
         """Lets the machine handle an order about a coming epoch."""
@@ -406,10 +426,22 @@ class WorkerRun(ControlHandler):
         """Returns the name of the GPU if that has not ended its work."""
         return "" if self._device is None else self._device.unfinished()
 
+    def end_log(self) -> None:
+        """Writes the rest of a log of JSON lines."""
+        if self._log is not None:
+            self._log.end()
+
+    def _where(self, control: Control) -> tuple[int | None, int, int]:
+        return None if self._recorder is None else self._recorder.stage, control.accepted, control.at[0]
+
     def close(self) -> None:
         """Closes the files of records, as the end of a process does."""
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _host(welcome: WelcomeMessage) -> str:
+    return welcome.host or os.uname().nodename
 
 
 def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
