@@ -108,7 +108,8 @@ def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJ
 
 def _tell_complete(job: Job, run: str, own_values: Mapping[str, Any]) -> None:
     """Prints that the job is complete; a caller in Python gets the folder of the run first, as always."""
-    line = f"complete: all {job.steps} steps of this job are committed in run {run}; there is nothing to resume"
+    how = f"all {job.steps} steps of this job are committed in" if not job.early_stop else "this job is finished by"
+    line = f"complete: {how} run {run}; there is nothing to resume"
     echo(line, err=own_values["as_json"])
     place = {"run_dir": str(Path(job.results, run))}
     if own_values.get("keywords"):

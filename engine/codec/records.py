@@ -51,7 +51,10 @@ _Whole = Annotated[int, msgspec.Meta(gt=-(10 ** (_MOST_DIGITS - 1)), lt=10**_MOS
 _read_commit = msgspec.json.Decoder(
     msgspec.defstruct(
         "Commit",
-        [(name, _Whole if hint is int else hint) for name, hint in get_type_hints(CommitRecord).items()],
+        [
+            (name, _Whole if hint is int else hint, *((None,) if name == "lr" else ()))
+            for name, hint in get_type_hints(CommitRecord).items()
+        ],
         tag_field="event",
         tag="commit",
         forbid_unknown_fields=True,

@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from engine.core.errors import StorageError
+from engine.core.monitors import Monitors
 
 FORMAT = 2
 MOST_BYTES = 16 << 20  # of a manifest: some 60,000 parts
@@ -77,6 +78,7 @@ class Manifest:
     `names` are those of the layers. `job` is without secret values, `facts` are those of the host. `data_files` and
     `code_files` are the user's: (name, size in bytes, SHA-256).
     `init` is the hash of the weights that the user gave, empty without them; `run` is the name of the run's folder.
+    `monitors` are as of the step, with its validation, if the job asks anything of its figures.
     """
 
     step: int
@@ -91,6 +93,7 @@ class Manifest:
     names: tuple[str, ...] = ()
     init: str = ""
     run: str = ""
+    monitors: Monitors | None = None
     format: int = FORMAT
 
     @property

@@ -24,7 +24,9 @@ from engine.core.job.bit_fields import (
     is_same_job,
 )
 from engine.core.job.job import Job
+from engine.core.job.update_rules import monitor_rules
 from engine.core.manifest import Manifest
+from engine.core.monitors import NO_MONITORS, Monitors, in_words
 from engine.core.texts import counted, numbered, trust_words
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, checkpoints_at
 from engine.files.host_facts import fixed_instruction_set, host_facts
@@ -124,7 +126,8 @@ def _choice_of(good: NewestGood, place: CheckpointPlace) -> CheckpointChoice | N
     manifest, is_named = good.manifest, place.step is not None
     other_bits = place.heir is not None and place.heir.other_bits
     origin = Resumption(good.name.step, place.folder.place, good.name.file, manifest.run, is_named, manifest.init)
-    return CheckpointChoice(replace(origin, other_bits=other_bits), manifest, place.heir)
+    origin = replace(origin, other_bits=other_bits, monitors=manifest.monitors or NO_MONITORS)
+    return CheckpointChoice(origin, manifest, place.heir)
 
 
 class JobSoFar(NamedTuple):
@@ -155,7 +158,7 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
         told |= {each.name for each in news}
         tell_refused(replace(good, refused=news), place.folder.place, say)
         if (choice := _choice_of(good, place)) is not None:
-            is_whole = job.has_steps and choice.origin.step >= job.steps - 1
+            is_whole = job.has_steps and choice.origin.step >= last_of(job, choice.origin.monitors)
             is_same = not bit_differences(choice.job, choice.manifest.facts, job, now)
             return JobSoFar(choice, choice.origin.run if is_whole and is_same else "")
     if told:
@@ -188,6 +191,12 @@ def _named(place: CheckpointPlace) -> dict[str, str]:
     return {place.asked: f"{place.asked} ({model}, step {names[-1].step})"} if names else {}
 
 
+def last_of(job: Job, monitors: Monitors) -> int:
+    """Returns the last step of a job after a checkpoint with these monitors: an early stop by the same rule is one."""
+    ends_at = monitors.begun(monitor_rules(job), monitors.ends_at).ends_at if monitors.ends_at >= 0 else -1
+    return ends_at if 0 <= ends_at == monitors.ends_at else job.steps - 1
+
+
 def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
     """Says which checkpoints were refused, and why; returns their number."""
     for each in good.refused[:_MOST_TOLD]:
@@ -208,9 +217,13 @@ def refuse_other_bits(choice: CheckpointChoice, job: Job, other_bits: bool) -> N
     """
     manifest = choice.manifest
     problems = []
+    place = f"run {manifest.run} in {choice.origin.place}"
     if manifest.step >= job.steps - 1:
-        hint = f"all {job.steps} steps are committed in the checkpoint of run {manifest.run} in {choice.origin.place}"
+        hint = f"all {job.steps} steps are committed in the checkpoint of {place}"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
+    elif manifest.step >= last_of(job, choice.origin.monitors):
+        hint = f"{place} has {in_words(choice.origin.monitors)}; a greater patience lets it go on"
+        problems.append(Problem("early_stop", "a rule that is not met", repr(job.early_stop), hint))
     is_granted = choice.heir is not None and choice.heir.other_bits
     facts = choice.heir.facts if choice.heir is not None and is_granted else manifest.facts
     differences = bit_differences(choice.job, facts, job, host_facts(Path.cwd()))

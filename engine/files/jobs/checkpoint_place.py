@@ -122,12 +122,16 @@ def run_before(run: RunFolder) -> tuple[str, int] | None:
 
 
 def is_finished(run: RunFolder, job: Job, now: Mapping[str, object]) -> bool:
-    """Returns whether a run has committed all steps of a job, with the bits that the job has on a host with `now`."""
+    """Returns whether a run has committed all steps of a job, with the bits that the job has on a host with `now`.
+
+    Those up to an early stop by the same rule are all.
+    """
     facts = _facts_of(run)
     result = facts.get("result")
     if not isinstance(result, dict) or result.get("outcome") != "finished" or not job.has_steps:
         return False
-    is_whole = isinstance(steps := result.get("steps"), int) and steps >= job.steps
+    is_early = bool(result.get("stopped_early")) and facts["job"].get("early_stop") == job.early_stop
+    is_whole = is_early or (isinstance(steps := result.get("steps"), int) and steps >= job.steps)
     return is_whole and not bit_differences(facts["job"], facts["host"], job, now)
 
 
