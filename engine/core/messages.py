@@ -67,7 +67,7 @@ class GoMessage(ToWorker):
 class CommitMessage(ToWorker):
     """A step is committed: gradients are multiplied with `clip_factor`; `then` names the event after the optimizer.
 
-    `lr` is -1 where the workers know the rate themselves; `monitored` has the value that it follows, if there is one.
+    `lr` is -1 unless it follows a plateau; `monitored` has the value that the rate follows, if there is one.
     """
 
     step: int

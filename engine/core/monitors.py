@@ -21,7 +21,7 @@ _EARLY_STOP = re.compile(rf"{_FIGURE}(?::(?P<patience>[0-9]{{1,9}}))?(?::(?P<del
 _FALLING = ("loss", "perplexity", "train_loss")
 
 
-class Figure(NamedTuple):
+class MonitoredFigure(NamedTuple):
     """A figure by name, and whether a smaller one is better."""
 
     name: str
@@ -34,32 +34,32 @@ class Figure(NamedTuple):
         return best is None or (value + min_delta < best if self.falls else value - min_delta > best)
 
 
-def figure_of(text: str) -> Figure | None:
+def figure_of(text: str) -> MonitoredFigure | None:
     """Returns the figure of a text in the form of `FIGURE_FORM`; None for any other text."""
     match = re.fullmatch(_FIGURE, text)
     return _figure(match) if match else None
 
 
-def _figure(match: re.Match[str]) -> Figure:
-    return Figure(match["name"], match["way"] == "min" or (not match["way"] and match["name"] in _FALLING))
+def _figure(match: re.Match[str]) -> MonitoredFigure:
+    return MonitoredFigure(match["name"], match["way"] == "min" or (not match["way"] and match["name"] in _FALLING))
 
 
-class EarlyStop(NamedTuple):
+class EarlyStopRule(NamedTuple):
     """The rule of a job: after so many validations in a row that are no better by `min_delta`, one more step follows.
 
     The defaults are those of Lightning.
     """
 
-    figure: Figure
+    figure: MonitoredFigure
     patience: int = 3
     min_delta: float = 0.0
 
 
-def early_stop_of(text: str) -> EarlyStop | None:
+def early_stop_of(text: str) -> EarlyStopRule | None:
     """Returns the rule that a text in the form of `EARLY_STOP_FORM` spells; None for any other text."""
     match = _EARLY_STOP.fullmatch(text)
     try:
-        rule = EarlyStop(_figure(match), int(match["patience"] or 3), float(match["delta"] or 0)) if match else None
+        rule = EarlyStopRule(_figure(match), int(match["patience"] or 3), float(match["delta"] or 0)) if match else None
     except ValueError:
         return None
     return rule if rule is not None and rule.patience > 0 and rule.min_delta <= MOST_FLOAT else None
@@ -72,7 +72,7 @@ class Best(NamedTuple):
     step: int = -1
     since: int = 0
 
-    def after(self, step: int, value: float, figure: Figure, min_delta: float = 0.0) -> Best:
+    def after(self, step: int, value: float, figure: MonitoredFigure, min_delta: float = 0.0) -> Best:
         """Returns the best after the validation of a step; of equal values, the earliest is the best."""
         is_better = figure.is_better(value, self.value, min_delta)
         return Best(value, step) if is_better else self._replace(since=self.since + 1)
@@ -130,7 +130,7 @@ class MonitorRules(NamedTuple):
     steps: int
     best: str = ""
     stop: str = ""
-    monitor: Figure | None = None
+    monitor: MonitoredFigure | None = None
     plateau: PlateauRule | None = None
     began: float = 0.0
     warmup_steps: int = 0

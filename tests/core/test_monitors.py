@@ -17,8 +17,8 @@ from engine.core.job.job_rules import check_job
 from engine.core.job.update_rules import monitor_rules
 from engine.core.monitors import (
     NO_MONITORS,
-    EarlyStop,
-    Figure,
+    EarlyStopRule,
+    MonitoredFigure,
     MonitorRules,
     Monitors,
     Plateau,
@@ -41,14 +41,14 @@ def after(rules: MonitorRules, losses: tuple[float, ...], first: Monitors, begun
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("loss", EarlyStop(Figure("loss", True))),
-        ("accuracy:5:0.001", EarlyStop(Figure("accuracy", False), 5, 0.001)),
-        ("f1:min:2", EarlyStop(Figure("f1", True), 2)),
-        ("loss:max:1:1e-3", EarlyStop(Figure("loss", False), 1, 0.001)),
+        ("loss", EarlyStopRule(MonitoredFigure("loss", True))),
+        ("accuracy:5:0.001", EarlyStopRule(MonitoredFigure("accuracy", False), 5, 0.001)),
+        ("f1:min:2", EarlyStopRule(MonitoredFigure("f1", True), 2)),
+        ("loss:max:1:1e-3", EarlyStopRule(MonitoredFigure("loss", False), 1, 0.001)),
         *((wrong, None) for wrong in ("", "loss:0", "loss:", "loss:3:", "loss:x", "loss:1:-1", "a b", "loss:1:1.1.1")),
     ],
 )
-def test_the_text_of_an_early_stop(text: str, rule: EarlyStop | None) -> None:
+def test_the_text_of_an_early_stop(text: str, rule: EarlyStopRule | None) -> None:
     assert early_stop_of(text) == rule
 
 
@@ -72,14 +72,14 @@ def test_it_ends_one_step_after_the_validation_that_uses_up_the_patience(
 
 
 def test_a_validation_that_comes_again_counts_once() -> None:
-    rules = MonitorRules(20, "loss", "loss:2", Figure("loss", True), PlateauRule(patience=0), 1.0)
+    rules = MonitorRules(20, "loss", "loss:2", MonitoredFigure("loss", True), PlateauRule(patience=0), 1.0)
     once = after(rules, LOSSES[:3], NO_MONITORS)
     assert once.passed(rules, 2, {"loss": 9.0}) is once
 
 
 @pytest.mark.parametrize("at", range(len(LOSSES)))
 def test_a_checkpoint_goes_on_with_the_count(at: int) -> None:
-    rules = MonitorRules(20, "loss", "loss:3", Figure("loss", True), PlateauRule(patience=0, factor=0.5), 1.0)
+    rules = MonitorRules(20, "loss", "loss:3", MonitoredFigure("loss", True), PlateauRule(patience=0, factor=0.5), 1.0)
     kept = after(rules, LOSSES[:at], NO_MONITORS)
     assert after(rules, LOSSES[at:], kept, at - 1) == after(rules, LOSSES, NO_MONITORS)
 
@@ -95,7 +95,7 @@ def test_another_rule_begins_its_count_anew_and_a_greater_patience_goes_on() -> 
 
 
 def test_a_missing_figure_is_named() -> None:
-    rules = MonitorRules(20, stop="f1", monitor=Figure("loss", True))
+    rules = MonitorRules(20, stop="f1", monitor=MonitoredFigure("loss", True))
     assert lacking(rules, {"loss": 1.0}) == "early_stop: a validation gives no 'f1'; the first evaluation set has loss"
     assert lacking(rules, {}) == "early_stop: a validation gives no 'f1'; there is no evaluation set"
     assert lacking(rules, {"loss": 1.0, "f1": 0.5}) == ""
@@ -159,4 +159,4 @@ def test_validations_decide_bits_where_the_rate_follows_them() -> None:
         *("loss:2", stops.validate_every, "accuracy"),
     )
     assert bit_differences(asdict(stops), {}, Job(metrics="accuracy"), {}) == []
-    assert monitor_rules(train).monitor == Figure("train_loss", True)
+    assert monitor_rules(train).monitor == MonitoredFigure("train_loss", True)

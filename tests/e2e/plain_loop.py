@@ -101,7 +101,7 @@ class PlainLoop:
             if parameter.grad is not None:
                 parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
         for group, rate_factor in zip(self.optimizer.param_groups, self.factors, strict=True):
-            group["lr"] = self._learning_rate(step) * rate_factor
+            group["lr"] = self.rate(step) * rate_factor
         if self.plateau is not None and step >= self.job.warmup_steps and self.watches_steps:
             self.plateau.step(loss)
         self.scaler.step(self.optimizer)
@@ -209,7 +209,8 @@ class PlainLoop:
         norm, limit = math.sqrt(squared), self.job.clip_norm
         return limit / norm if 0 < limit < norm else 1.0
 
-    def _learning_rate(self, step: int) -> float:
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of the open step."""
         job = self.job
         if step < job.warmup_steps:
             return job.lr * (step + 1) / job.warmup_steps

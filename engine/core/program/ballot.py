@@ -100,8 +100,8 @@ Voter = tuple[int, Slot]  # worker and slot
 class Commit(NamedTuple):
     """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`.
 
-    `lr` is the learning rate, if the voters or the coordinator know it better than everyone; `monitored` is the last
-    value of the figure that the user's schedule follows.
+    `lr` is the learning rate, unless the job alone tells it; `monitored` is the last value of the figure that the
+    user's schedule follows.
     """
 
     step: int

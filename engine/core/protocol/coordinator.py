@@ -25,7 +25,7 @@ from engine.core.job.job import is_due
 from engine.core.job.torch_parts import warming_up
 from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
-from engine.core.monitors import in_words, lacking
+from engine.core.monitors import in_words, is_watched, lacking
 from engine.core.program.ballot import NO_NORM, SKIP, Ballot, Commit, VoteMessage, layer_norms
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.protocol import membership as protocol
@@ -183,7 +183,9 @@ def _on_validation(state: CoordinatorState, heard: WorkerWord[Message], outcome:
     """Goes on after a validation, for one step more if its figures end the run."""
     records = [ValidationRecord(step=outcome.step, **asdict(each)) for each in outcome.sets]
     figures = {"loss": outcome.sets[0].loss, **outcome.sets[0].metrics} if outcome.sets else {}
-    monitors = state.monitors.passed(state.rules, outcome.step, figures)
+    monitors = state.monitors
+    if is_watched(state.rules):
+        monitors = monitors.passed(state.rules, outcome.step, figures)
     new = state._replace(validated=max(state.validated, outcome.step), monitors=monitors)
     notes: Outputs = () if records else (Note("the data has no evaluation set: no validation"),)
     if text := lacking(state.rules, figures):

@@ -201,7 +201,7 @@ def begin(job: Job, membership: State, now_ns: int, before: Monitors = NO_MONITO
 
 
 def told_of(commit: Commit, then: Literal["step", "end", "epoch"], *, keep: bool, job: Job) -> CommitMessage:
-    """Returns the message about a commit; workers know the rate themselves, unless it follows a plateau."""
+    """Returns the message about a commit; it has the rate only if that follows a plateau."""
     lr = commit.lr if job.lr_schedule == PLATEAU and commit.lr is not None else -1.0
     monitored = () if commit.monitored is None else (commit.monitored,)
     return CommitMessage(commit.step, commit.clip_factor, then, keep, lr, monitored)

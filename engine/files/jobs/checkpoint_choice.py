@@ -35,7 +35,7 @@ from engine.files.jobs.checkpoint_place import (
     ResumedRun,
     checkpoint_places,
     fingerprint_at,
-    is_finished,
+    finished_steps,
     places_of,
     places_of_job,
 )
@@ -133,11 +133,12 @@ def _choice_of(good: NewestGood, place: CheckpointPlace) -> CheckpointChoice | N
 class JobSoFar(NamedTuple):
     """What the runs of a job have left: its newest good checkpoint, or all of its steps in a run, or nothing.
 
-    The run that has committed all steps is `finished_by`; it is empty without one.
+    The run that has committed all steps is `finished_by`, and `steps` is their number; it is empty without one.
     """
 
     choice: CheckpointChoice | None = None
     finished_by: str = ""
+    steps: int = 0
 
 
 def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSoFar:
@@ -150,8 +151,8 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
     _tell_other(job, results, say)
     asked, told = dict[str, None](), set[CheckpointName]()  # a run and the one that was resumed from it share some
     for place in places_of_job(job, results):
-        if place.asked not in asked and is_finished(RunFolder(results / place.asked), job, now):
-            return JobSoFar(finished_by=place.asked)
+        if place.asked not in asked and (steps := finished_steps(RunFolder(results / place.asked), job, now)):
+            return JobSoFar(finished_by=place.asked, steps=steps)
         asked[place.asked] = None
         good = place.folder.newest_good(place.run, place.step)
         news = tuple(each for each in good.refused if each.name not in told)
@@ -160,7 +161,7 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
         if (choice := _choice_of(good, place)) is not None:
             is_whole = job.has_steps and choice.origin.step >= last_of(job, choice.origin.monitors)
             is_same = not bit_differences(choice.job, choice.manifest.facts, job, now)
-            return JobSoFar(choice, choice.origin.run if is_whole and is_same else "")
+            return JobSoFar(choice, choice.origin.run if is_whole and is_same else "", choice.origin.step + 1)
     if told:
         why = f"{counted(len(told), 'checkpoint was', 'checkpoints were')} refused; move them away to begin anew"
         raise StorageError(f"no checkpoint of this job is good: {why}")

@@ -38,6 +38,7 @@ from engine.core.history.run_records import (
     PreparedRecord,
     Record,
     StampedRecord,
+    StoppedEarlyRecord,
     UnconfirmedRecord,
     ValidationRecord,
 )
@@ -173,6 +174,7 @@ KEPT = (
     RequestRecord,
     ResumedRecord,
     StartedRecord,
+    StoppedEarlyRecord,
     ExitRecord,
     UnconfirmedRecord,
     ValidationRecord,
