@@ -197,6 +197,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         yield f"the field 'job': expected 1 to {_MOST_PIPELINES} pipelines, found {str(pipelines)[:80]}"
     if not 0 < len(manifest.run) < 256:
         yield "the field 'run': expected the name of a run"
+    if manifest.monitors is not None and not manifest.monitors.is_of(manifest.step):
+        yield "the field 'monitors': expected steps up to that of the checkpoint, and a rate"
     if len(manifest.names) != len(manifest.layers):
         yield f"the field 'names': expected one for each of {len(manifest.layers)} layers, found {len(manifest.names)}"
     hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]

@@ -171,6 +171,12 @@ class Monitors(NamedTuple):
             new = new._replace(plateau=Plateau(rules.began, rules.began) if plateau else None)
         return new._ending(rules, begun)
 
+    def is_of(self, step: int) -> bool:
+        """Returns whether it can be the state as of a step, for one that a file holds."""
+        known = (self.validated, self.best.step, self.stop.step, self.ends_at - 1)
+        has_rate = self.plateau is None or 0 <= self.plateau.rate <= MOST_FLOAT
+        return has_rate and all(-2 <= each <= step for each in known) and min(self.best.since, self.stop.since) >= 0
+
     def committed(self, rules: MonitorRules, step: int, loss: float) -> Monitors:
         """Returns the state after the commit of a step."""
         return self._watched(rules, step, {TRAIN_LOSS: loss})

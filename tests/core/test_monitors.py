@@ -17,6 +17,7 @@ from engine.core.job.job_rules import check_job
 from engine.core.job.update_rules import monitor_rules
 from engine.core.monitors import (
     NO_MONITORS,
+    Best,
     EarlyStopRule,
     MonitoredFigure,
     MonitorRules,
@@ -92,6 +93,24 @@ def test_another_rule_begins_its_count_anew_and_a_greater_patience_goes_on() -> 
     assert few.ends_at == 8, "the smaller patience was used up before"
     assert kept.begun(MonitorRules(20, "loss", "f1:3"), 7).stop.value is None
     assert kept.begun(MonitorRules(20, "loss", ""), 7).ends_at == -1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        NO_MONITORS._replace(validated=8),
+        NO_MONITORS._replace(best=Best(1.0, 9)),
+        NO_MONITORS._replace(stop=Best(since=-1)),
+        NO_MONITORS._replace(ends_at=9),
+        *(NO_MONITORS._replace(plateau=Plateau(rate, 1.0)) for rate in (-1.0, math.inf, math.nan)),
+    ],
+)
+def test_a_file_with_an_impossible_state_is_refused(wrong: Monitors) -> None:
+    kept = after(
+        MonitorRules(20, "loss", "loss:3", MonitoredFigure("loss", True), PlateauRule(), 1.0), LOSSES, NO_MONITORS
+    )
+    assert kept.is_of(7) and NO_MONITORS.is_of(0)
+    assert not wrong.is_of(7)
 
 
 def test_a_missing_figure_is_named() -> None:
