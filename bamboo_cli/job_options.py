@@ -97,7 +97,7 @@ def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJ
         raise UserError([Problem("checkpoint_every", "checkpoints beside --resume auto", job.checkpoint_every, hint)])
     so_far = _found_for(job)
     if so_far.finished_by:
-        _tell_complete(job, so_far.finished_by, own_values)
+        _tell_complete(job, so_far, own_values)
         raise typer.Exit(0)
     if (choice := so_far.choice) is None:
         return resolved
@@ -106,15 +106,17 @@ def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJ
     return replace(resolved, origin=replace(choice.origin, other_bits=other_bits or choice.origin.other_bits))
 
 
-def _tell_complete(job: Job, run: str, own_values: Mapping[str, Any]) -> None:
+def _tell_complete(job: Job, so_far: JobSoFar, own_values: Mapping[str, Any]) -> None:
     """Prints that the job is complete; a caller in Python gets the folder of the run first, as always."""
-    line = f"complete: all {job.steps} steps of this job are committed in run {run}; there is nothing to resume"
+    run, early = so_far.finished_by, f", which stopped early at step {so_far.steps - 1}"
+    told = f"all {so_far.steps} steps of this job are committed in run {run}{early * (so_far.steps < job.steps)}"
+    line = f"complete: {told}; there is nothing to resume"
     echo(line, err=own_values["as_json"])
     place = {"run_dir": str(Path(job.results, run))}
     if own_values.get("keywords"):
         echo(json.dumps(place))
     if own_values["as_json"]:
-        echo(json.dumps(place | {"outcome": "complete", "exit_code": 0, "error": None, "steps": job.steps}))
+        echo(json.dumps(place | {"outcome": "complete", "exit_code": 0, "error": None, "steps": so_far.steps}))
 
 
 def _found_for(job: Job) -> JobSoFar:

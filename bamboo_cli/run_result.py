@@ -132,6 +132,8 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
         if outcome != "finished":
             parts.append(f"last committed step {summary['steps'] - 1}, where the first is step 0")
     parts += evaluation_words(summary["evaluations"])
+    if summary["stopped_early"]:
+        parts.append(summary["stopped_early"])
     if (best := summary["best_step"]) is not None:
         parts.append(f"best {resolved.job.best.partition(':')[0]} after step {best}")
     if summary["missing"]:

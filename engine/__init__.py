@@ -35,6 +35,7 @@ loss: the training loss, and never anything that is gone.
 buffer: a tensor of a layer that training changes without a gradient, such as a running mean.
 optimizer: the rule that changes weights by gradients, with its state.
 validation: the evaluation of the model on samples that are not trained on.
+early-stop: the end of training because validations no longer improve.
 evaluation-set: a set of samples, with a name, that a validation measures loss and metrics on.
 program: for each worker, its list of actions for one step.
 schedule: the rule that makes a program.

@@ -15,7 +15,7 @@ from engine.core.protocol.coordinator_state import COMMIT, FACTS, STATE, Coordin
 from engine.core.protocol.run_status import Heartbeats, Member, RunStatus, Verdicts, status_of
 from engine.core.protocol.state import DECIDED, State, again
 
-_FACTS = ("started", "validated", "kept", "raised", "codes", "deadly")
+_FACTS = ("started", "validated", "kept", "raised", "codes", "deadly", "monitors")
 
 
 def _form(made: type, names: tuple[str, ...]) -> type:

@@ -34,7 +34,8 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def _text(manifest: Manifest) -> bytes:
     plain = plain_of(manifest)
     parts = [{name: value for name, value in part.items() if name != "position" or value} for part in plain["parts"]]
-    return f"{text_of(plain | {'parts': parts}, sort_keys=True)}\n".encode()
+    whole = {name: value for name, value in plain.items() if name != "monitors" or value is not None}
+    return f"{text_of(whole | {'parts': parts}, sort_keys=True)}\n".encode()
 
 
 def manifest_of(name: str, data: bytes) -> Manifest:
@@ -63,6 +64,7 @@ def manifest_of(name: str, data: bytes) -> Manifest:
     for part in parts if type(parts) is list else ():
         if type(part) is dict:
             part.setdefault("position", "")  # the text has it only where there is one
+    plain.setdefault("monitors", None)
     try:
         manifest = value_of(plain, Manifest, "a manifest")
     except InvariantError as error:

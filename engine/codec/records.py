@@ -53,7 +53,7 @@ _read_commit = msgspec.json.Decoder(
     msgspec.defstruct(
         "Commit",
         [
-            (name, _Whole if hint is int else hint)
+            (name, _Whole if hint is int else hint, *((None,) if name == "lr" else ()))
             for name, hint in get_type_hints(CommitRecord).items()
             if name not in _OF_WORKER
         ],

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isfinite, nan
 from typing import NamedTuple, TypeVar
 
 from engine.core.errors import ExitCode
 from engine.core.manifest import LayerHash, Part
 from engine.core.message_kinds import TextsToAgent, ToAgent, ToWorker, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage
+from engine.core.monitors import NO_MONITORS, Monitors
 from engine.core.ownership import Ownership, Slot
 from engine.core.units import DURATION, EPOCHS, parse_duration, parse_epochs, whole_number
 
@@ -151,25 +151,6 @@ def may_go(checkpoints: Sequence[C], keep: int, good: Collection[C], in_use: Col
     if len(stay) < max(1, keep):
         return ()
     return tuple(each for each in checkpoints[: checkpoints.index(stay[0])] if each not in in_use)
-
-
-_FALLING = ("loss", "perplexity")
-
-
-def best_figure(best: str) -> tuple[str, bool]:
-    """Returns the name of the figure that the field `best` of a job names, and whether a smaller one is better."""
-    name, _, way = best.partition(":")
-    return name, way == "min" or (not way and name in _FALLING)
-
-
-def best_step(best: str, validations: Mapping[int, Mapping[str, float]]) -> int | None:
-    """Returns the step with the best figure, the earliest of equal ones; None if no validation has a number for it.
-
-    `validations` has the figures of the first evaluation set by name, by step.
-    """
-    name, falls = best_figure(best)
-    known = {step: figures[name] for step, figures in validations.items() if isfinite(figures.get(name, nan))}
-    return min(known, key=lambda step: (known[step] if falls else -known[step], step), default=None)
 
 
 # The ladder: the source of a lost state, the nearest first, and the end of a run that has none.
@@ -365,6 +346,7 @@ class Resumption:
 
     `is_named`: the user named its step, and no other step replaces it. `init` is the hash of the weights that the run
     was once given, empty without them. `other_bits`: the job may have other bits than the run of the checkpoint.
+    `monitors` are those of the manifest.
     """
 
     step: int
@@ -374,6 +356,7 @@ class Resumption:
     is_named: bool = False
     init: str = ""
     other_bits: bool = False
+    monitors: Monitors = NO_MONITORS
 
 
 def begun_with(origin: Resumption | None) -> int:

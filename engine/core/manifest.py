@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from engine.core.errors import StorageError
+from engine.core.monitors import Monitors
 
 FORMAT = 2
 MOST_BYTES = 16 << 20  # of a manifest: some 60,000 parts
@@ -77,6 +78,7 @@ class Manifest:
     `names` are those of the layers. `job` is without secret values, `facts` are those of the host. `data_files` and
     `code_files` are the user's: (name, size in bytes, SHA-256).
     `init` is the hash of the weights that the user gave, empty without them; `run` is the name of the run's folder.
+    `monitors` are as of the step, with its validation, if the job asks anything of its figures.
     """
 
     step: int
@@ -91,6 +93,7 @@ class Manifest:
     names: tuple[str, ...] = ()
     init: str = ""
     run: str = ""
+    monitors: Monitors | None = None
     format: int = FORMAT
 
     @property
@@ -194,6 +197,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         yield f"the field 'job': expected 1 to {_MOST_PIPELINES} pipelines, found {str(pipelines)[:80]}"
     if not 0 < len(manifest.run) < 256:
         yield "the field 'run': expected the name of a run"
+    if manifest.monitors is not None and not manifest.monitors.is_of(manifest.step):
+        yield "the field 'monitors': expected steps up to that of the checkpoint, and a rate"
     if len(manifest.names) != len(manifest.layers):
         yield f"the field 'names': expected one for each of {len(manifest.layers)} layers, found {len(manifest.names)}"
     hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]

@@ -66,12 +66,17 @@ class GoMessage(ToWorker):
 
 @message
 class CommitMessage(ToWorker):
-    """A step is committed: gradients are multiplied with `clip_factor`; `then` names the event after the optimizer."""
+    """A step is committed: gradients are multiplied with `clip_factor`; `then` names the event after the optimizer.
+
+    `lr` is -1 unless it follows a plateau; `monitored` has the value that the rate follows, if there is one.
+    """
 
     step: int
     clip_factor: float  # 0: the optimizer skips the step
     then: Literal["step", "end", "epoch"]
     keep: bool = False  # the state after the step is written as a checkpoint
+    lr: float = -1.0
+    monitored: tuple[float, ...] = ()
 
 
 @message

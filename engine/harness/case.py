@@ -197,7 +197,7 @@ class CaseResult:
         """Returns whether some of the `steps` are left to train, and no comparison has found the weights wrong."""
         twin = self.observation.twin
         is_wrong = isinstance(twin, ComparisonRecord) and twin.difference is not None
-        return self.summary["steps"] < steps and not is_wrong
+        return self.summary["steps"] < steps and not self.summary.get("stopped_early") and not is_wrong
 
     def recovery_lines(self) -> list[str]:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""

@@ -112,6 +112,7 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "kept": run_state.kept,
         "not_kept": run_state.not_kept,
         "best_step": run_state.best(),
+        "stopped_early": run_state.stopped_early or None,
         "loss_first": run_state.losses[0] if run_state.losses else None,
         "loss_last": run_state.losses[-1] if run_state.losses else None,
         "validation_loss": sets[0].loss if sets else None,

@@ -76,7 +76,7 @@ def _row(run: Path) -> RunRow:
     job = history.job
     outcome = history.ended.outcome if history.ended else _unfinished(run)
     shape = job.model, job.pipelines, job.stages, job.blocks
-    return RunRow(run.name, started, outcome, _verdict(history), *shape, history.committed + 1, job.steps)
+    return RunRow(run.name, started, outcome, _verdict(history), *shape, history.committed + 1, history.num_steps)
 
 
 def _verdict(history: RunHistory) -> str:

@@ -190,14 +190,14 @@ class Restarts:
             if not place:
                 continue
             try:
-                good, init = agent.checkpoints.newest_good(place, run, step, before)
+                good, init, monitors = agent.checkpoints.newest_good(place, run, step, before)
             except BambooError as error:
                 self.say(f"no checkpoint can be read: {error}")
                 continue
             tell_refused(good, place, self.say)
             if good.name is not None:
                 resumption = Resumption(
-                    good.name.step, place, good.name.file, run, is_named=step is not None, init=init
+                    *(good.name.step, place, good.name.file, run), step is not None, init, monitors=monitors
                 )
                 return replace(resumption, other_bits=self.origin is not None and self.origin.other_bits)
         return None

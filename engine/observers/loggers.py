@@ -62,9 +62,9 @@ class CoverDone:
 class StepDone:
     """A committed step: mean loss, global norm of the gradients, seconds since the previous commit.
 
-    `lr` is the learning rate, None for a schedule that is not built in. `at_s` is the time of the commit in seconds
-    since 1970. `metrics` has loss, grad_norm, lr and samples_per_s by name, `layer_norms` with `--layer-norms` the
-    gradient norm of each layer by ``NUMBER.NAME``. A step that is trained again is logged again.
+    `lr` is the learning rate, None if a function of the user's follows a figure. `at_s` is the time of the commit in
+    seconds since 1970. `metrics` has loss, grad_norm, lr and samples_per_s by name, `layer_norms` with `--layer-norms`
+    the gradient norm of each layer by ``NUMBER.NAME``. A step that is trained again is logged again.
     """
 
     step: int

@@ -123,7 +123,7 @@ class LoggerFeed:
             self._call("times", StepTimes(int(step), dict(zip(kinds, ms, strict=True))))
 
     def _step(self, record: CommitRecord, recoveries: tuple[RecoveryDone, ...]) -> StepDone:
-        job, lr = self._log.history.job, None
+        job, lr = self._log.history.job, record.lr
         if job.lr_schedule in LR_SCHEDULES:
             lr = learning_rate(job.lr_schedule, job.lr, record.step, job.steps, job.warmup_steps)
         return StepDone(

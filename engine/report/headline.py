@@ -55,7 +55,8 @@ def _training(run: RunTables) -> str:
         epochs = f" of {counted(run.job.epochs, 'epoch')}" if run.job.epochs else ""
         every = f"All steps from {first} on" if first else f"All {committed} steps{epochs}"
         steps = f"{every} were committed" if committed >= num_steps else f"{committed} steps committed"
-        return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s{_skipped(run)}."
+        early = "".join(f" {sentence(text)}" for text in run.history.text[run.history.what == "stopped_early"][-1:])
+        return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s{_skipped(run)}.{early}"
     steps = f"{committed} of {num_steps} steps were committed"
     if epoch := epoch_at(run.job, committed, run.num_samples):
         steps += f", in epoch {epoch} of {run.job.epochs}"

@@ -107,6 +107,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "unproven": lambda record: f"worker {record.peer} {record.text}; the group is formed again",
     "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
     "coordinator_ended": lambda record: f"the coordinator (pid {record.child}) has ended; another one takes over",
+    "stopped_early": lambda record: str(record.why),
     "cut_short": lambda record: f"after the last commit: {record.reason}",
     "restart": lambda record: f"{record.reason}; all workers are started again",
     "killed": lambda record: str(record.why),

@@ -9,6 +9,7 @@ from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage
 from engine.core.protocol.events import (
     Departure,
+    EarlyStop,
     Event,
     ExitSeen,
     HandOver,
@@ -141,6 +142,7 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
         Tick(40, {worker: Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)}),
         Takeover(40),
         JobRestart(40),
+        EarlyStop(40, state.committed + 1),
         HandOver(40, worker),
         Departure(40, worker),
         WantedOwners(40, (1, *state.owners[1:]), "a test"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
@@ -21,7 +20,6 @@ from engine.core.checkpoint_rules import (
     KeepRule,
     Ladder,
     StateShare,
-    best_step,
     keeping_of,
     keeps_last,
     may_go,
@@ -182,12 +180,6 @@ def test_of_two_files_with_one_part_the_first_counts() -> None:
     again = Part(1, 0, 1, "other", 1, "")
     found = after(closes(4), part(4, PARTS[2]), part(4, again), part(4, PARTS[0]), part(4, PARTS[1]))
     assert found == [CompleteCheckpoint(4, HASHES, PARTS)]
-
-
-def test_the_best_step_is_the_earliest_with_the_best_number() -> None:
-    figures = {3: {"loss": 2.0, "f1": 0.5}, 7: {"loss": 1.0, "f1": 0.7}, 9: {"loss": 1.0, "f1": math.nan}, 11: {}}
-    names = ("loss", "f1", "f1:min", "loss:max", "other")
-    assert [best_step(name, figures) for name in names] == [7, 7, 3, 3, None]
 
 
 def test_a_step_that_is_not_kept_has_no_checkpoint() -> None:

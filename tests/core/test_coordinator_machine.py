@@ -20,6 +20,7 @@ from engine.core.history.run_records import (
     PartitionRecord,
     PlanRecord,
     StaysRecord,
+    StoppedEarlyRecord,
     SuspicionRecord,
     ValidationRecord,
 )
@@ -27,7 +28,7 @@ from engine.core.messages import ByeMessage, CommitMessage, EpochMessage, GoMess
 from engine.core.program.ballot import Commit
 from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.protocol.coordinator import is_to_be_kept, step
-from engine.core.protocol.coordinator_state import CoordinatorState
+from engine.core.protocol.coordinator_state import CoordinatorState, begin
 from engine.core.protocol.events import JobRestart, LeaseExpired, Notice, Takeover
 from engine.core.protocol.inputs_outputs import (
     Arm,
@@ -171,6 +172,32 @@ def test_a_validation_is_owed_until_its_result_is_known() -> None:
     )
     dead, _ = given(state, killed(0))
     assert told(given(dead, *answers(dead))[1])[-1] == GoMessage(end=False, validate=False)
+
+
+def test_an_early_stop_is_in_the_store_before_a_worker_goes_on() -> None:
+    def validated(state: CoordinatorState) -> tuple[CoordinatorState, tuple[CoordinatorOutput, ...]]:
+        number = state.membership.committed
+        result = heard(2, messages.ValidationMessage(number, (messages.Evaluation("test", 9, 0.7, {}),)))
+        new, outputs = given(state, result)
+        assert is_to_be_kept(state, new, result, outputs)
+        after = resume(new.job, documents(new), 5 * S)
+        assert (after.monitors, after.membership.last_step) == (new.monitors, new.membership.last_step)
+        return new, outputs
+
+    first = begun(validate_every=1)
+    job = replace(first.job, early_stop="loss:1")
+    state = begin(job, first.membership, 0)
+    state, _ = given(state, *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
+    state, _ = validated(committed(state)[0])
+    state, outputs = validated(committed(state)[0])
+    assert (state.monitors.ends_at, state.membership.last_step) == (2, 2)
+    assert outputs[-1] == Tell((0, 1, 2), messages.ValidatedMessage(1))
+    dead, _ = given(state, killed(0))
+    assert given(dead, heard(2, messages.ValidationMessage(1, ())))[0].monitors == state.monitors, "it comes again"
+    state, outputs = committed(state)
+    assert told(outputs)[0].then == "end"  # type: ignore[attr-defined]
+    reason = "stopped early at step 2: validation/loss did not improve in 1 validation (best 0.7 after step 0)"
+    assert written(outputs)[-1] == StoppedEarlyRecord(step=2, why=reason)
 
 
 def test_workers_leave_when_all_have_finished() -> None:

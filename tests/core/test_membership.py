@@ -15,6 +15,7 @@ from engine.core.messages import FinishedMessage
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage
 from engine.core.protocol.events import (
     Departure,
+    EarlyStop,
     Event,
     ExitSeen,
     HandOver,
@@ -50,7 +51,7 @@ KINDS = tuple(dict.fromkeys(kind for _, kind in TABLE))
 PAIRS = [(phase, kind) for phase in Phase for kind in KINDS]
 IMPOSSIBLE = {
     *((Phase.FORMING, kind) for kind in (InventoryMessage, PlannedMessage, StepCommitted, FinishedMessage)),
-    *((Phase.FORMING, kind) for kind in (HandOver, Departure)),
+    *((Phase.FORMING, kind) for kind in (HandOver, Departure, EarlyStop)),
     *((phase, JobRestart) for phase in (Phase.RUNNING, *GATHERING, Phase.DRAINING)),
     *((phase, FinishedMessage) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
 }

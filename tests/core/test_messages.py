@@ -196,7 +196,7 @@ def test_all_forms_come_back() -> None:
 
 
 def test_a_number_without_a_fraction_is_a_float_too() -> None:
-    found = decode(b'{"kind":"commit","step":1,"clip_factor":1,"then":"end","keep":true}')
+    found = decode(b'{"kind":"commit","step":1,"clip_factor":1,"then":"end","keep":true,"lr":-1,"monitored":[]}')
     assert found == CommitMessage(1, 1.0, "end", keep=True)
 
 

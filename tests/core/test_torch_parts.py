@@ -27,7 +27,7 @@ from engine.core.job.torch_parts import (
     plain_argument,
     scaling_problems,
 )
-from engine.core.job.update_rules import depends_on_steps, preloads, update_problems
+from engine.core.job.update_rules import MONITOR, depends_on_steps, preloads, update_problems
 
 OF_BAMBOO = {"params", "lr", "foreach", "fused", "capturable", "differentiable", "adjust_lr_fn"}
 OF_SCHEDULES = {"optimizer", "last_epoch", "max_lr", "epochs", "steps_per_epoch", "scale_fn", "cycle_momentum"}
@@ -47,8 +47,12 @@ def test_the_arguments_of_an_optimizer_are_torchs(part: TorchPart) -> None:
 def test_the_arguments_of_a_schedule_are_torchs(part: TorchPart) -> None:
     theirs = inspect.signature(getattr(lr_scheduler, part.cls)).parameters
     ours = set(part.arguments) | ({part.horizon} if part.horizon else set())
+    if MONITOR in ours:  # the figure tells the mode
+        ours = ours - {MONITOR} | {"mode"}
     assert ours == set(theirs) - OF_SCHEDULES
     for name, argument in part.arguments.items():
+        if name == MONITOR:
+            continue
         if name != part.horizon and argument.default is None:
             assert theirs[name].default is inspect.Parameter.empty
         elif name != part.horizon:
@@ -69,7 +73,7 @@ def told(**fields: Any) -> list[str]:
         ({"optimizer": "adam", "optimizer_args": {"beta1": 0.9}}, "expected one of amsgrad, betas, "),
         ({"optimizer": "adam", "optimizer_args": {"amsgrad": 1}}, "expected true or false, found 1"),
         ({"optimizer": "adafactor", "fsdp": 1}, "expected an optimizer that steps shards, with fsdp"),
-        ({"lr_schedule": "ReduceLROnPlateau"}, "it needs the loss of a validation"),
+        ({"lr_schedule": "ReduceLROnPlateau"}, "did you mean 'plateau'?"),
         ({"lr_schedule": "LambdaLR"}, "it takes a function: give package.module:function"),
         ({"lr_schedule": "OneCycleLR"}, "did you mean 'onecycle'?"),
         ({"lr_schedule": "step"}, "lr_args.step_size: expected a whole number, since it has no default"),

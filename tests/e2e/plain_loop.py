@@ -26,7 +26,7 @@ from engine.models.data_sources import open_data
 from engine.models.layers import Model, Tensors
 from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
-from tests.e2e.plain_torch import optimizer_of, rates_of
+from tests.e2e.plain_torch import optimizer_of, plateau_of, rates_of
 
 Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss
 
@@ -47,8 +47,12 @@ NO_MISTAKE = Mistake()
 
 def train(job: Job, mistake: Mistake = NO_MISTAKE) -> list[Texts]:
     """Trains the job and returns the trajectory as texts, ordered by step and layer."""
-    loop = PlainLoop(job, mistake)
-    return [row for step in range(job.steps) for row in loop.step(step)]
+    loop, rows = PlainLoop(job, mistake), list[Texts]()
+    for step in range(job.steps):
+        rows += loop.step(step)
+        if loop.is_over(step):
+            break
+    return rows
 
 
 class PlainLoop:
@@ -67,7 +71,10 @@ class PlainLoop:
         self.optimizer, self.factors = optimizer_of(job, {names[use]: each for use, each in self.trained.items()})
         scaling: dict[str, Any] = {**job.scaler_args, "enabled": job.dtype == "float16"}
         self.scaler = torch.amp.GradScaler("cpu", **scaling)
-        self.schedule = rates_of(job)
+        self.schedule = rates_of(job) if job.lr_schedule != "plateau" else []
+        self.plateau = plateau_of(job) if job.lr_schedule == "plateau" else None
+        self.watches_steps = job.lr_args.get("monitor") == "train_loss"
+        self.best, self.waited = math.inf, 0  # of an early stop by a falling loss
         average = get_ema_multi_avg_fn(job.ema)
         self.averaged = AveragedModel(nn.ParameterList(self.trained.values()), multi_avg_fn=average)
 
@@ -94,7 +101,9 @@ class PlainLoop:
             if parameter.grad is not None:
                 parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
         for group, rate_factor in zip(self.optimizer.param_groups, self.factors, strict=True):
-            group["lr"] = self._learning_rate(step) * rate_factor
+            group["lr"] = self.rate(step) * rate_factor
+        if self.plateau is not None and step >= self.job.warmup_steps and self.watches_steps:
+            self.plateau.step(loss)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.averaged.update_parameters(nn.ParameterList(self.trained.values()))
@@ -102,6 +111,23 @@ class PlainLoop:
             for parameter in _trained(layers).values():
                 parameter.grad = None
         return self._rows(step, loss)
+
+    def is_over(self, step: int) -> bool:
+        """Validates if that is due, as a user's loop: for the schedule and the early stop; the loss of a step is seen.
+
+        An early stop comes one step after the validation that has used up the patience.
+        """
+        job, was_out = self.job, self.waited >= self._patience()
+        if not job.validate_every or (step + 1) % job.validate_every:
+            return was_out
+        loss = self.validate()[0].loss
+        if self.plateau is not None and step >= job.warmup_steps and not self.watches_steps:
+            self.plateau.step(loss)
+        self.best, self.waited = (loss, 0) if loss < self.best else (self.best, self.waited + 1)
+        return was_out
+
+    def _patience(self) -> float:
+        return float(self.job.early_stop.rpartition(":")[2]) if self.job.early_stop else math.inf
 
     def _accumulate(self, step: int, pipeline: int) -> float:
         """Adds up the gradients of one pipeline's microbatches, one graph each; returns their mean loss."""
@@ -183,10 +209,13 @@ class PlainLoop:
         norm, limit = math.sqrt(squared), self.job.clip_norm
         return limit / norm if 0 < limit < norm else 1.0
 
-    def _learning_rate(self, step: int) -> float:
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of the open step."""
         job = self.job
         if step < job.warmup_steps:
             return job.lr * (step + 1) / job.warmup_steps
+        if self.plateau is not None:
+            return float(self.plateau.optimizer.param_groups[0]["lr"])
         if self.schedule:
             return self.schedule[step - job.warmup_steps]
         done = (step - job.warmup_steps) / max(1, job.steps - job.warmup_steps)

@@ -68,6 +68,13 @@ def optimizer_of(job: Job, parameters: Mapping[str, Tensor]) -> tuple[torch.opti
     return kind(list(found.values()), lr=job.lr, **off, **numbers(job.optimizer_args)), factors
 
 
+def plateau_of(job: Job) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    """Returns torch's own schedule, which a usual loop steps with its losses."""
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=job.lr)
+    args: Any = {name: value for name, value in job.lr_args.items() if name != "monitor"}
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(dummy, **args)
+
+
 def rates_of(job: Job) -> list[float]:
     """Returns the rates of torch's own scheduler, in a usual loop with an optimizer."""
     if job.lr_schedule in ("constant", "linear", "cosine"):

@@ -14,6 +14,7 @@ from engine.core.checkpoint_rules import Ladder, Resumption
 from engine.core.errors import ExitCode, WorkerFailedError
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
+from engine.core.monitors import Monitors
 from engine.files.checkpoint_folder import NewestGood, checkpoints_at
 from engine.harness import state_lost
 from engine.harness.state_lost import LostState, Restarts, fewest_holders, state_lost_lines
@@ -232,7 +233,7 @@ def losing_agent(code: ExitCode, changed: tuple[str, ...] = ()) -> Any:
     return agent
 
 
-def newest_good(*of: Any) -> tuple[NewestGood, str]:
+def newest_good(*of: Any) -> tuple[NewestGood, str, Monitors]:
     with Keeper(start_thread, LAZY, "") as keeper:
         return Checkpoints(keeper, cast(Any, SimpleNamespace(losses=[])), cast(Any, None)).newest_good(*of)
 

@@ -66,7 +66,8 @@ def test_every_decision_is_in_the_store_when_its_outputs_come_back(backend: Back
     (announced,) = told(commit(coordinator))
     assert isinstance(announced, messages.CommitMessage)
     written = json.loads(keys_of(reader)["commit"])
-    assert written | {"grad_norm": 0} == {"step": 0, "loss": 0.5, "grad_norm": 0, "clip_factor": announced.clip_factor}
+    figures = {"loss": 0.5, "grad_norm": 0, "clip_factor": announced.clip_factor, "lr": None, "monitored": None}
+    assert written | {"grad_norm": 0} == {"step": 0, **figures}
     tell(coordinator, killed(1))
     keys = keys_of(reader)
     assert (keys["status"], keys["epoch"]) == (b"failing over", b"2")

@@ -182,6 +182,11 @@ class Steep(torch.optim.lr_scheduler.LRScheduler):
         return [base / (self.last_epoch + 1) ** self.power for base in self.base_lrs]
 
 
+def above(step: int, monitored: float | None, *, limit: float = 1.0) -> float:
+    """Returns the factor of a schedule that goes by a figure: a quarter while it is above a limit, or not known yet."""
+    return 1.0 if monitored is not None and monitored < limit else 0.25
+
+
 _ASKED = [0]
 
 

@@ -108,6 +108,7 @@ class Case:
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
     validate_every: int = 0
+    early_stop: bool = False  # after the second validation: none is better than the first
     keep_every: int = 0  # steps; 0 keeps the last one
     steps: int = 3
     seed: int = 0
@@ -126,6 +127,12 @@ class Case:
     def num_workers(self) -> int:
         """The number of workers before any failure."""
         return self.stages // self.blocks // self.stages_per_worker * self.pipelines
+
+    @property
+    def planned_steps(self) -> int:
+        """The number of steps that are committed if nobody stops the job: one follows the last validation."""
+        last = 2 * self.validate_every
+        return last + 1 if self.early_stop and 0 < last < self.steps - 1 else self.steps
 
     @property
     def loses_a_host(self) -> bool:

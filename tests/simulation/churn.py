@@ -80,6 +80,7 @@ def churn_case(number: int) -> Case:
         case,
         joining=Random(f"joins in churn {number}").randint(0, case.waiting),  # noqa: S311
         ties=((0, case.stages - 1),) if case.stages > 2 and rng.random() < 0.2 else (),
+        early_stop=Random(f"early stop in churn {number}").random() < 0.5,  # noqa: S311
         log_every=1 if streams else 0,
         validate_every=rng.choice((0, 0, 0, 2)),
         keep_every=rng.choice((0, 0, 1)),

@@ -41,6 +41,7 @@ def job_of(
     elastic: bool = False,
     fsdp: int = 0,
     schedule: str = "1f1b",
+    early_stop: bool = False,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
@@ -57,6 +58,7 @@ def job_of(
         redundancy_level=level,
         audit=0,
         validate_every=validate_every,
+        early_stop="loss:1" if early_stop and validate_every else "",
         checkpoint_every=str(keep_every or "end"),
     )
 

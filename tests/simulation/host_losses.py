@@ -59,6 +59,8 @@ def host_case(number: int) -> Case:
         waiting=rng.choice((0, 0, 0, 1)),
         hosts=hosts,
     )
+    if Random(f"early stop on hosts {number}").random() < 0.2:  # noqa: S311
+        case = replace(case, early_stop=True, validate_every=1, steps=case.steps + 2)
     faults = tuple(_faults(case, rng))
     return replace(case, hosts=min(hosts, case.num_workers), losses=tuple(_losses(case, rng)), faults=faults)
 

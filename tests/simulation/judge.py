@@ -361,7 +361,7 @@ class Judge:
             return
         if state.phase is Phase.FINISHED:
             steps = state.last_step + 1
-            if len(self.outcomes) != steps or (steps != self.world.case.steps and not self.stopped):
+            if len(self.outcomes) != steps or (steps != self.world.case.planned_steps and not self.stopped):
                 raise Violation(f"finished after {len(self.outcomes)} steps")
             has_all = not state.lost_stages and state.members and len(state.done) == len(state.members)
             if has_all and state.last_step not in self.world.whole:

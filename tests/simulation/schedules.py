@@ -308,6 +308,8 @@ def random_case(number: int) -> Case:
     faults = _faults(case, rng)
     deaths = tuple(rng.randint(1, 20 * case.steps * stages) for _ in range(rng.choice((0, 0, 0, 1, 1, 2))))
     case = replace(case, deaths=deaths, validate_every=rng.choice((0, 0, 0, 1, 2)))
+    if case.validate_every and Random(f"early stop of {number}").random() < 0.5:  # noqa: S311
+        case = replace(case, early_stop=True, steps=case.steps + 2)
     streams = case.redundancy in ("lazy", "eager") and rng.random() < 0.4
     return replace(case, faults=faults, log_every=rng.choice((1, 1, 2)) if streams else 0)
 

@@ -129,6 +129,22 @@ def test_a_coordinator_that_dies_at_any_moment_is_replaced(part: int) -> None:
     assert taken >= TAKE_OVERS
 
 
+def test_an_early_stop_comes_after_the_same_step_whoever_dies_around_it() -> None:
+    case = Case(2, 2, 2, validate_every=1, early_stop=True, steps=6)
+    usual = run(case)
+    assert case.planned_steps == 3
+    kills = (
+        replace(case, faults=(Fault(worker, "moment", at),), deaths=deaths)
+        for worker, last in enumerate(usual.moments)
+        for deaths in ((), (usual.reached // 2,), (usual.reached * 3 // 4,))
+        for at in range(last // 2 + len(deaths), last, 2)
+    )
+    take_overs_around = (replace(case, deaths=(at,)) for at in range(usual.reached // 3, usual.reached))
+    histories = all_well([*kills, *take_overs_around])
+    assert {history.phase for history in histories} == {Phase.FINISHED}
+    assert count_of(TAKEN, histories) > 20
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_worker_leaves_and_another_dies(part: int) -> None:
     handed = 0

@@ -104,6 +104,7 @@ class World:
             case.elastic,
             case.fsdp,
             case.schedule,
+            case.early_stop,
         )
         self.grid = grid
         self.members = self.ownership.workers()

@@ -78,7 +78,7 @@ def compare_steps(run: Iterator[Step], twin: Iterator[Step], history: RunHistory
         difference = difference or first_difference(ours, theirs)
     return ComparisonRecord(
         compared=num_compared,
-        steps=history.job.steps,
+        steps=history.num_steps,
         last_step=last_step,
         difference=difference,
         disturbed=disturbed_step(history),
@@ -234,7 +234,7 @@ def _of_records(history: RunHistory) -> Iterator[Flaw]:
             yield Flaw(EVENTS, f"step {step} is committed where step {expected} comes next")
             break
     ended = history.training_ended
-    if ended is not None and ended.outcome == "finished" and history.committed != history.job.steps - 1:
+    if ended is not None and ended.outcome == "finished" and history.committed != history.num_steps - 1:
         yield Flaw(EVENTS, f"training has finished after step {history.committed}, of {history.job.steps} steps")
     if len(comparisons := history.of(ComparisonRecord)) > 1:
         yield Flaw(EVENTS, f"the run was compared {len(comparisons)} times")

@@ -35,6 +35,7 @@ from engine.core.history.run_records import (
     PlanRecord,
     Record,
     StampedRecord,
+    StoppedEarlyRecord,
     UnreadLine,
     ValidationRecord,
 )
@@ -114,7 +115,7 @@ def _requires(record: StampedRecord) -> Iterator[Hashable]:
             yield "inventory", epoch
         case GoRecord(epoch=epoch):
             yield "planned", epoch
-        case ValidationRecord(step=step):
+        case ValidationRecord(step=step) | StoppedEarlyRecord(step=step):
             yield "commit", step
         case ConfirmedRecord(fault=fault):
             yield "fault", fault

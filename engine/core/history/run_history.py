@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import isnan, nan
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, overload
 
@@ -49,6 +50,7 @@ from engine.core.history.run_records import (
     Record,
     StampedRecord,
     StaysRecord,
+    StoppedEarlyRecord,
     SuspicionRecord,
     ThinnedRecord,
     UnkeptRecord,
@@ -67,6 +69,7 @@ class Commits(Sequence[CommitRecord]):
     def __init__(self) -> None:
         self.steps, self.at_ns, self.places, self.epochs = array("q"), array("q"), array("q"), array("q")
         self.losses, self.grad_norms, self._clip_factors = array("d"), array("d"), array("d")
+        self._rates = array("d")  # NaN without one
         self._writers: dict[int, tuple[int, int]] = {}  # index -> worker and pid, where they change
         self._last: set[int] = set()  # indexes of commits that no step follows
 
@@ -84,6 +87,7 @@ class Commits(Sequence[CommitRecord]):
         self.losses.append(commit.loss)
         self.grad_norms.append(commit.grad_norm)
         self._clip_factors.append(commit.clip_factor)
+        self._rates.append(nan if commit.lr is None else commit.lr)
 
     def forget_after(self, step: int) -> None:
         """Drops the commits behind a step: they are lost, and come again."""
@@ -92,7 +96,7 @@ class Commits(Sequence[CommitRecord]):
             length -= 1
         for counts in (self.steps, self.at_ns, self.places, self.epochs):
             del counts[length:]
-        for numbers in (self.losses, self.grad_norms, self._clip_factors):
+        for numbers in (self.losses, self.grad_norms, self._clip_factors, self._rates):
             del numbers[length:]
         self._writers = {index: writer for index, writer in self._writers.items() if index < length}
         self._last = {index for index in self._last if index < length}
@@ -125,6 +129,7 @@ class Commits(Sequence[CommitRecord]):
             grad_norm=self.grad_norms[index],
             clip_factor=self._clip_factors[index],
             last=index in self._last,
+            lr=None if isnan(lr := self._rates[index]) else lr,
         )
 
 
@@ -284,6 +289,12 @@ class RunHistory:
         """The last committed step, -1 before step 0."""
         resumed = self.of(ResumedRecord)
         return self.commits.steps[-1] if self.commits else resumed[-1].step if resumed else -1
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that the run was to commit: those of its job, or of an early stop."""
+        stopped = self.of(StoppedEarlyRecord)
+        return stopped[-1].step + 1 if stopped and stopped[-1].step == self.committed else self.job.steps
 
     @property
     def not_kept(self) -> str:

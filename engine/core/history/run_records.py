@@ -176,13 +176,25 @@ class MovedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord(StampedRecord):
-    """A step is committed: loss, norm of the gradients, clip factor (-1 and 0 if skipped); `last`: no step follows."""
+    """A step is committed: loss, norm of the gradients, clip factor (-1 and 0 if skipped); `last`: no step follows.
+
+    `lr` is the learning rate, unless the job alone tells it, or it follows a figure by the user's own code.
+    """
 
     step: int
     loss: float
     grad_norm: float
     clip_factor: float
     last: bool
+    lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedEarlyRecord(StampedRecord):
+    """`step`, which is committed, is the last one, because validations no longer improve; `why` says so in words."""
+
+    step: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

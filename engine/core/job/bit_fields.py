@@ -16,12 +16,13 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from engine.core.job.job import CODE_FIELDS, Job, code_in
-from engine.core.job.update_rules import depends_on_steps
+from engine.core.job.update_rules import depends_on_steps, follows_validations
 
 # The neutral fields that a fault-free twin has as its run does, and those for which it has the cheapest value.
 _AS_RUN = {
     *("stages", "blocks", "stages_per_worker", "workers", "placement", "schedule", "partition", "share_gpu"),
-    *("activation_checkpoint", "audit", "load_ahead", "data_retries", "data_retry_for", "validation_microbatches"),
+    *("activation_checkpoint", "audit", "load_ahead", "data_retries", "data_retry_for"),
+    *("validation_microbatches", "early_stop"),
 }
 _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
@@ -49,7 +50,8 @@ _CHEAPEST: Mapping[str, Any] = {
     "logger": "",
     "log_format": "text",
 }
-NEUTRAL = _AS_RUN | _CHEAPEST.keys()
+NEUTRAL = frozenset(_AS_RUN | _CHEAPEST.keys())
+_OF_FIGURES = frozenset({"validate_every", "validation_microbatches", "metrics"})  # they decide what a validation finds
 # The fields that shape a checkpoint's tensors: it cannot be loaded with others. Each pipeline has its own buffers.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
 # The fields that tell one job from another. A job with another learning rate is the same one, changed: it is neither
@@ -99,12 +101,22 @@ class BitDifference(NamedTuple):
 
 def own_code(job: Job) -> list[str]:
     """Returns each ``package.module:attribute`` of the user's that decides bits."""
-    return [each for name in CODE_FIELDS if name not in NEUTRAL for each in code_in(getattr(job, name))]
+    neutral = neutral_of(asdict(job))
+    return [each for name in CODE_FIELDS if name not in neutral for each in code_in(getattr(job, name))]
+
+
+def neutral_of(job: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the fields that decide no bits of a job, by its fields: validations do, if its rate follows them."""
+    return NEUTRAL - _OF_FIGURES if follows_validations(job) else NEUTRAL
 
 
 def twin_of(job: Job) -> Job:
-    """Returns the job of the twin: the fields that do not change bits have their cheapest values."""
-    return replace(job, **_CHEAPEST)
+    """Returns the job of the twin: the fields that do not change bits have their cheapest values.
+
+    A twin that follows its validations, or is ended by them, has those of the run.
+    """
+    is_led = bool(job.early_stop) or follows_validations(asdict(job))
+    return replace(job, **{name: each for name, each in _CHEAPEST.items() if not (is_led and name in _OF_FIGURES)})
 
 
 def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
@@ -135,7 +147,8 @@ def bit_differences(
     The number of steps decides bits only where the learning rate depends on it.
     """
     ours = asdict(job.masked)
-    names = [name for name in ours if name not in NEUTRAL and (name != "steps" or depends_on_steps(job))]
+    neutral = neutral_of(ours) & neutral_of(before)
+    names = [name for name in ours if name not in neutral and (name != "steps" or depends_on_steps(job))]
     of_job = [BitDifference(name, _kept(before, name), ours[name]) for name in names]
     different = [each for each in of_job if _plain(each.before) != _plain(each.now)]
     return different + different_facts(compared_facts(facts, job), compared_facts(now, job))
@@ -166,7 +179,8 @@ def identity_difference(before: Mapping[str, object], job: Job) -> BitDifference
 
 def is_same_job(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Returns whether two kept jobs are one job, and decide the same bits."""
-    names = [name for name in asdict(Job()) if name not in NEUTRAL]
+    neutral = neutral_of(one) & neutral_of(other)
+    names = [name for name in asdict(Job()) if name not in neutral]
     values = [[_kept(each, name) for name in names] for each in (one, other)]
     fingerprints = [job_fingerprint(each) for each in (one, other)]
     return bool(fingerprints[0]) and fingerprints[0] == fingerprints[1] and values[0] == values[1]

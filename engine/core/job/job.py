@@ -205,6 +205,11 @@ class Job:
         "keep the checkpoint with the best validation too: loss (of the first evaluation set), a metric such as "
         "accuracy, or NAME:min for one that should fall",
     )
+    early_stop: str = described(
+        "",
+        "stop when validations no longer improve: METRIC[:PATIENCE[:MIN_DELTA]], such as loss:3 or accuracy:5:0.001; "
+        "patience (3) counts validations",
+    )
     checkpoints: str = described("", "folder or URL (s3://...) for checkpoints; default: the run's folder")
     restarts: int = described(
         3, "restart from the newest good checkpoint when a stage's state is lost, at most N times per hour; 0 = off"

@@ -23,6 +23,7 @@ from engine.core.job.job import (
 from engine.core.job.partition import written
 from engine.core.job.torch_parts import scaling_problems
 from engine.core.job.update_rules import update_problems
+from engine.core.monitors import FIGURE_FORM, figure_of
 from engine.core.ownership import Grid, PlacementChoice, fresh
 from engine.core.program.build import build_program
 from engine.core.program.schedule_csv import (
@@ -187,8 +188,8 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
-    if job.best and not re.fullmatch(r"[^\W\d]\w*(:min|:max)?", job.best):
-        problems.append(Problem("best", "loss, a metric, NAME:min or NAME:max", repr(job.best)))
+    if job.best and figure_of(job.best) is None:
+        problems.append(Problem("best", FIGURE_FORM, repr(job.best)))
     elif job.best and not (job.validate_every and keeps_any(job.checkpoint_every)):
         hint = "it needs validations (--validate-every) and checkpoints (--checkpoint-every)"
         problems.append(Problem("best", "no value in this job", repr(job.best), hint))

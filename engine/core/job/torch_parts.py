@@ -119,6 +119,7 @@ NO_OPTIMIZERS: Mapping[str, str] = {
     "sparseadam": "it takes sparse gradients only, and the engine adds up dense ones",
 }
 _MULTIPLE = {"total_iters": Argument("whole", 5)}
+PLATEAU = "plateau"  # the one schedule whose rate follows from results, and not from the step
 SCHEDULES: Mapping[str, TorchPart] = {
     "constant_factor": TorchPart("ConstantLR", _numbers(factor=1 / 3) | _MULTIPLE, "a factor for the first steps"),
     "cosine_annealing": TorchPart(
@@ -153,6 +154,13 @@ SCHEDULES: Mapping[str, TorchPart] = {
         horizon="total_steps",
         peak="max_lr",
     ),
+    PLATEAU: TorchPart(
+        "ReduceLROnPlateau",
+        _numbers(factor=0.1, threshold=1e-4, min_lr=0.0, eps=1e-8)
+        | {"patience": Argument("whole", 10), "cooldown": Argument("whole", 0)}
+        | {"threshold_mode": Argument("text", "rel"), "monitor": Argument("text", "")},
+        "times factor when the monitored figure does not improve for patience validations",
+    ),
     "polynomial": TorchPart(
         "PolynomialLR", {"total_iters": Argument("whole", 0)} | _numbers(power=1.0), "down to 0", horizon="total_iters"
     ),
@@ -163,8 +171,6 @@ SCHEDULES: Mapping[str, TorchPart] = {
 _FUNCTION = "it takes a function: give package.module:function, which gets the step and returns a factor"
 _SEVERAL = "it takes other schedules: give package.module:function, which gets the step and returns a factor"
 NO_SCHEDULES: Mapping[str, str] = {
-    "plateau": "it needs the loss of a validation, and a rate is a function of the step",
-    "reducelronplateau": "it needs the loss of a validation, and a rate is a function of the step",
     "lambda": _FUNCTION,
     "lambdalr": _FUNCTION,
     "multiplicative": _FUNCTION,

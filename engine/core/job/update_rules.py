@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from engine.core.errors import Problem, nearest
@@ -13,8 +14,18 @@ from engine.core.job.torch_parts import (
     NO_OPTIMIZERS,
     NO_SCHEDULES,
     OPTIMIZERS,
+    PLATEAU,
     SCHEDULES,
     argument_problems,
+)
+from engine.core.monitors import (
+    EARLY_STOP_FORM,
+    FIGURE_FORM,
+    TRAIN_LOSS,
+    MonitorRules,
+    PlateauRule,
+    early_stop_of,
+    figure_of,
 )
 from engine.core.texts import pattern_error
 from engine.core.units import MOST_FLOAT, Args, Scalar
@@ -146,14 +157,81 @@ def update_problems(job: Job) -> Iterator[Problem]:
         if job.fsdp and not optimizer.shards:
             hint = "it reads whole tensors, or torch has no such step for shards"
             yield Problem("optimizer", "an optimizer that steps shards, with fsdp", repr(job.optimizer), hint)
+    problems: list[Problem] = []
     if (schedule := SCHEDULES.get(job.lr_schedule)) is not None:
-        yield from argument_problems("lr_args", schedule.arguments, job.lr_args)
+        problems = argument_problems("lr_args", schedule.arguments, job.lr_args)
+        yield from problems
     elif job.lr_schedule in LR_SCHEDULES:
         yield from argument_problems("lr_args", {}, job.lr_args)
+    yield from _early_stop_problems(job)
+    yield from () if problems else _monitor_problems(job)
     known = None if optimizer is None else optimizer.arguments
     yield from group_problems(
         job.param_groups,
         lambda args: () if known is None else argument_problems("param_groups", known, args, all_of=False),
+    )
+
+
+# The rules about figures: an early stop, and a rate that follows the figure `lr_args.monitor`.
+#
+# Without a monitor a plateau is one of the loss of validations, or of the steps in a job that has no validations.
+
+MONITOR = "monitor"
+
+
+def _early_stop_problems(job: Job) -> Iterator[Problem]:
+    if job.early_stop and early_stop_of(job.early_stop) is None:
+        yield Problem("early_stop", EARLY_STOP_FORM, repr(job.early_stop))
+    elif job.early_stop and not job.validate_every:
+        yield Problem("early_stop", "validations beside it", repr(job.early_stop), "set --validate-every")
+
+
+def _monitor_problems(job: Job) -> Iterator[Problem]:
+    if not (text := monitored_by(asdict(job))):
+        return
+    if (monitor := figure_of(text)) is None:
+        yield Problem("lr_args.monitor", f"train_loss, {FIGURE_FORM}", repr(text))
+    elif monitor.name != TRAIN_LOSS and not job.validate_every:
+        hint = "set --validate-every, or let it watch train_loss"
+        yield Problem("lr_args.monitor", "a figure of this job", repr(text), hint)
+    if job.lr_schedule == PLATEAU:
+        yield from _plateau_problems(job.lr_args)
+
+
+def _plateau_problems(args: Args) -> Iterator[Problem]:
+    limits = {
+        "factor": (0 < args.get("factor", 0.1) < 1, "a number > 0 and < 1"),  # type: ignore[operator]
+        "patience": (args.get("patience", 0) >= 0, "a whole number >= 0"),  # type: ignore[operator]
+        "cooldown": (args.get("cooldown", 0) >= 0, "a whole number >= 0"),  # type: ignore[operator]
+        "threshold": (args.get("threshold", 0) >= 0, "a number >= 0"),  # type: ignore[operator]
+        "min_lr": (args.get("min_lr", 0) >= 0, "a number >= 0"),  # type: ignore[operator]
+        "threshold_mode": (args.get("threshold_mode", "rel") in ("rel", "abs"), "rel or abs"),
+    }
+    for name, (holds, expected) in limits.items():
+        if not holds:
+            yield Problem(f"lr_args.{name}", expected, repr(args[name]))
+
+
+def monitored_by(job: Mapping[str, Any]) -> str:
+    """Returns the figure that the rate of a job, by its fields, follows, as text; empty if it follows the step."""
+    schedule, monitor = job.get("lr_schedule", ""), str(job.get("lr_args", {}).get(MONITOR, ""))
+    if schedule == PLATEAU:
+        return monitor or ("loss" if job.get("validate_every", True) else TRAIN_LOSS)
+    return monitor if FACTORY.fullmatch(str(schedule)) else ""
+
+
+def follows_validations(job: Mapping[str, Any]) -> bool:
+    """Returns whether the rate of a job, by its fields, follows figures of validations."""
+    return monitored_by(job).partition(":")[0] not in ("", TRAIN_LOSS)
+
+
+def monitor_rules(job: Job) -> MonitorRules:
+    """Returns what a job asks of its figures."""
+    text = monitored_by({"lr_schedule": job.lr_schedule, "lr_args": job.lr_args, "validate_every": job.validate_every})
+    args: dict[str, Any] = {name: value for name, value in job.lr_args.items() if name != MONITOR}
+    plateau = PlateauRule(**args) if job.lr_schedule == PLATEAU else None
+    return MonitorRules(
+        job.steps, job.best, job.early_stop, figure_of(text) if text else None, plateau, job.lr, job.warmup_steps
     )
 
 

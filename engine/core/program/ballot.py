@@ -42,6 +42,7 @@ class SlotVote:
     marks: tuple[str, ...] = ()  # of these microbatches
     took_ns: tuple[int, ...] = ()  # of an owner: its forwards and backwards, 0 unless it ran those of all microbatches
     sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first steps of a program
+    lr: float | None = None  # of this step, with the loss, if the schedule is not bamboo's and follows the step alone
     heal_ns: int = 0  # of a new shadow: from the first word of its owner to the whole replica
 
 
@@ -97,12 +98,18 @@ Voter = tuple[int, Slot]  # worker and slot
 
 
 class Commit(NamedTuple):
-    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`."""
+    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`.
+
+    `lr` is the learning rate, unless the job alone tells it; `monitored` is the last value of the figure that the
+    user's schedule follows.
+    """
 
     step: int
     loss: float
     grad_norm: float
     clip_factor: float
+    lr: float | None = None
+    monitored: float | None = None
 
 
 class Ballot(NamedTuple):
@@ -170,7 +177,8 @@ def _commit(ballot: Ballot) -> Commit:
         for _, norm in sorted(zip(vote.layers, vote.squared_norms, strict=True)):
             squared += norm
     norm = math.sqrt(squared) if squared >= 0 else math.nan
-    return Commit(ballot.step, total / grid.pipelines, norm, clip_factor(norm, ballot.clip_norm))
+    lr = of_owner(0, grid.stages - 1).lr
+    return Commit(ballot.step, total / grid.pipelines, norm, clip_factor(norm, ballot.clip_norm), lr)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

@@ -17,19 +17,23 @@ from engine.core.history.run_records import (
     PartitionRecord,
     RaisedRecord,
     StaysRecord,
+    StoppedEarlyRecord,
     SuspicionRecord,
     ValidationRecord,
 )
 from engine.core.job.job import is_due
+from engine.core.job.torch_parts import warming_up
 from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
-from engine.core.program.ballot import NO_NORM, SKIP, Ballot, VoteMessage, layer_norms
+from engine.core.monitors import in_words, is_watched, lacking
+from engine.core.program.ballot import NO_NORM, SKIP, Ballot, Commit, VoteMessage, layer_norms
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.protocol import membership as protocol
 from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
 from engine.core.protocol.events import (
     Answer,
     Departure,
+    EarlyStop,
     ExitSeen,
     HandOver,
     JobRestart,
@@ -69,6 +73,7 @@ from engine.core.protocol.orders import (
     noticed,
     patient,
     prepare,
+    stopped,
     survives,
     tell_all,
     tell_waiting_too,
@@ -126,13 +131,35 @@ def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMess
     event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
     joins = ready_joiners(state.next_group, state.membership)
     preparation, decisive = at_commit(state.preparation, event, state.membership, ownership, joins)
+    commit = _with_rate(state, commit)
     first, *_ = decisive
     is_entered = isinstance(first, StepCommitted) and bool(first.joins)
     group = state.next_group._replace(is_entered=is_entered) if joins else state.next_group
     new = _keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation, next_group=group)
+    new = new._replace(monitors=state.monitors.committed(state.rules, commit.step, commit.loss))
     result = decide(new, *decisive)
+    result = result[0], (*result[1], *_stopped_early(result[0]))
     is_wanted = commit.clip_factor != SKIP and is_due(state.job.layer_norms, commit.step, is_last=False)
     return _after(NormsRecord(step=commit.step, norms=layer_norms(ballot)), result) if is_wanted else result
+
+
+def _with_rate(state: CoordinatorState, commit: Commit) -> Commit:
+    """Returns a commit with what the rate of its step follows from, where that is more than the step."""
+    if state.rules.monitor is None:
+        return commit
+    plateau, job, lr = state.monitors.plateau, state.job, commit.lr
+    if plateau is not None:
+        is_warm = commit.step >= job.warmup_steps
+        lr = plateau.rate if is_warm else warming_up(job.lr, commit.step, job.warmup_steps)
+    return commit._replace(lr=lr, monitored=state.monitors.monitored)
+
+
+def _stopped_early(state: CoordinatorState) -> Outputs:
+    """Returns the record of an early stop behind the commit of the last step."""
+    monitors = state.monitors
+    if not 0 <= monitors.ends_at == state.membership.committed:
+        return ()
+    return (Write(StoppedEarlyRecord(step=monitors.ends_at, why=in_words(monitors))),)
 
 
 def first_not_finite(ballot: Ballot) -> int | None:
@@ -153,9 +180,19 @@ def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
 
 
 def _on_validation(state: CoordinatorState, heard: WorkerWord[Message], outcome: messages.ValidationMessage) -> Decided:
+    """Goes on after a validation, for one step more if its figures end the run."""
     records = [ValidationRecord(step=outcome.step, **asdict(each)) for each in outcome.sets]
-    new = state._replace(validated=max(state.validated, outcome.step))
-    notes = () if records else (Note("the data has no evaluation set: no validation"),)
+    figures = {"loss": outcome.sets[0].loss, **outcome.sets[0].metrics} if outcome.sets else {}
+    monitors = state.monitors
+    if is_watched(state.rules):
+        monitors = monitors.passed(state.rules, outcome.step, figures)
+    new = state._replace(validated=max(state.validated, outcome.step), monitors=monitors)
+    notes: Outputs = () if records else (Note("the data has no evaluation set: no validation"),)
+    if text := lacking(state.rules, figures):
+        return stopped(new, Stop(text, ExitCode.USAGE))
+    if monitors.ends_at != state.monitors.ends_at:
+        new, orders = decide(new, EarlyStop(heard.now_ns, monitors.ends_at))
+        notes = (*orders, Note(in_words(monitors)))
     return new, (*notes, *map(Write, records), tell_all(new, messages.ValidatedMessage(outcome.step)))
 
 
@@ -340,6 +377,8 @@ def is_to_be_kept(
 
     An answer that has no effect is not kept: the next coordinator asks again.
     """
+    if new.monitors is not old.monitors and new.monitors != old.monitors:
+        return True  # the workers go on, and no later validation would tell the same
     if new.membership is old.membership or new.membership.decided() == old.membership.decided():
         return False
     is_answer = isinstance(given, WorkerWord) and isinstance(given.message, Answer)
@@ -396,13 +435,14 @@ def _takes_over(state: CoordinatorState, taken: Takeover) -> Decided:
     """
     new, outputs = decide(state, taken)
     warning = [Note(state.deadly)] if state.deadly else []
-    return new, (*([Write(commit_record(state))] if state.commit else []), *outputs, *warning)
+    record = [Write(commit_record(state))] if state.commit else []
+    return new, (*record, *_stopped_early(state), *outputs, *warning)
 
 
 def _is_restarted(state: CoordinatorState, restarted: JobRestart) -> Decided:
     """Forgets all that the ended workers have said."""
     membership = protocol.step(state.membership, restarted)
-    return begin(state.job, membership, restarted.now_ns)._replace(restarts=state.restarts), ()
+    return begin(state.job, membership, restarted.now_ns, state.monitors)._replace(restarts=state.restarts), ()
 
 
 def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
@@ -410,7 +450,7 @@ def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
     options = replace(state.membership.options, begun=resumed.committed)
     last_step = state.job.steps - 1
     membership = begin_membership(options, resumed.owners, resumed.shadows, last_step, resumed.now_ns)
-    return begin(state.job, membership._replace(epoch=state.membership.epoch), resumed.now_ns), ()
+    return begin(state.job, membership._replace(epoch=state.membership.epoch), resumed.now_ns, resumed.monitors), ()
 
 
 def _stops(state: CoordinatorState, stopping: RunStopping) -> Decided:

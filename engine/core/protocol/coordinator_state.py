@@ -11,7 +11,10 @@ from engine.core.checkpoint_rules import KeepRule, keeping_of
 from engine.core.errors import required
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.job.job import Job
+from engine.core.job.torch_parts import PLATEAU
+from engine.core.job.update_rules import monitor_rules
 from engine.core.messages import CommitMessage, EpochMessage, NextGroupFormedMessage, NextGroupMessage
+from engine.core.monitors import NO_MONITORS, MonitorRules, Monitors, needs_validations
 from engine.core.ownership import Ownership, healed
 from engine.core.program.ballot import Ballot, Commit
 from engine.core.program.inventory import PlanMessage
@@ -146,7 +149,9 @@ class CoordinatorState(NamedTuple):
     raised: Mapping[int, RaisedException] = {}
     codes: Mapping[int, int] = {}  # the exit codes of workers that have ended
     deadly: str = ""  # the deadly hosts as last told, in words
+    monitors: Monitors = NO_MONITORS  # as of the last commit and the last validation
     # The following is not in the store.
+    rules: MonitorRules = MonitorRules(0)  # of the job
     kept_ns: int = 0  # when that step was committed; at first when the coordinator began
     ballot: Ballot | None = None  # None while no vote counts
     preparation: Preparation = Preparation(0)
@@ -178,21 +183,42 @@ class CoordinatorState(NamedTuple):
         return Ownership(self.job.grid, self.membership.owners, self.membership.shadows)
 
 
-def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
+def begin(job: Job, membership: State, now_ns: int, before: Monitors = NO_MONITORS) -> CoordinatorState:
     """Returns the first state of a coordinator, with the first state of the membership protocol.
 
-    The last step of a checkpoint counts as told and validated: every worker begins after it.
+    The last step of a checkpoint, which had the monitors `before`, counts as told: every worker begins after it. It
+    counts as validated too, unless a figure of its validation is needed.
     """
-    begun = membership.committed
+    begun, rules = membership.committed, monitor_rules(job)
     told = CommitMessage(begun, 1.0, "step") if begun >= 0 else None
     preparation = Preparation(now_ns, elastic=job.elastic)
-    return CoordinatorState(job, membership, validated=begun, told=told, preparation=preparation, kept_ns=now_ns)
+    monitors = before.begun(rules, begun)
+    if monitors.ends_at >= 0:
+        membership = membership._replace(last_step=min(membership.last_step, monitors.ends_at))
+    validated = min(begun, monitors.validated) if needs_validations(rules) else begun
+    first = CoordinatorState(job, membership, validated=validated, told=told, preparation=preparation, kept_ns=now_ns)
+    return first._replace(monitors=monitors, rules=rules)
 
 
-def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1, later_ns: int = 0) -> CoordinatorState:
-    """Returns the state of the coordinator of a job before a worker has joined; `begun` is the step of a checkpoint.
+def told_of(commit: Commit, then: Literal["step", "end", "epoch"], *, keep: bool, job: Job) -> CommitMessage:
+    """Returns the message about a commit; it has the rate only if that follows a plateau."""
+    lr = commit.lr if job.lr_schedule == PLATEAU and commit.lr is not None else -1.0
+    monitored = () if commit.monitored is None else (commit.monitored,)
+    return CommitMessage(commit.step, commit.clip_factor, then, keep, lr, monitored)
 
-    The end of a process may be seen `later_ns` later than on one host.
+
+def first_state(
+    job: Job,
+    ownership: Ownership,
+    at_ns: int,
+    begun: int = -1,
+    later_ns: int = 0,
+    before: Monitors = NO_MONITORS,
+) -> CoordinatorState:
+    """Returns the state of the coordinator of a job before a worker has joined.
+
+    `begun` is the step of a checkpoint, which had the monitors `before`. The end of a process may be seen `later_ns`
+    later than on one host.
     """
     # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000
@@ -215,7 +241,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1, lat
         options = replace(options, hang_ns=patience_ns, first_ns=patience_ns, stall_ns=patience_ns)
         options = replace(options, silence_ns=patience_ns // 10, max_repeats=0)
     shadows = ownership.shadows or tuple(() for _ in ownership.owners)
-    return begin(job, membership_state.begin(options, ownership.owners, shadows, job.steps - 1, at_ns), at_ns)
+    return begin(job, membership_state.begin(options, ownership.owners, shadows, job.steps - 1, at_ns), at_ns, before)
 
 
 def resumed(
@@ -225,7 +251,7 @@ def resumed(
     new = begin(job, membership, now_ns)._replace(**facts)
     if commit is not None and commit.step <= membership.committed:  # not one of a life before
         then: Literal["end", "step"] = "end" if membership.is_over else "step"
-        told = CommitMessage(commit.step, commit.clip_factor, then, keep=new.kept == commit.step)
+        told = told_of(commit, then, keep=new.kept == commit.step, job=job)
         new = new._replace(commit=commit, told=told)
     return new._replace(owners=membership.owners)
 

@@ -174,6 +174,13 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyStop(Event):
+    """Validations no longer improve: no step follows `last_step`."""
+
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class HandOver(Event):
     """`worker` has given notice, and its time does not suffice for the step boundary: it hands over now."""
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from engine.core.history.run_records import CommitRecord, StampedRecord
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
+from engine.core.monitors import NO_MONITORS, Monitors
 from engine.core.protocol.events import (
     HostWord,
     JobRestart,
@@ -72,6 +73,7 @@ class JobResumption(NamedTuple):
     committed: int
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
+    monitors: Monitors = NO_MONITORS  # as of that step
 
 
 CoordinatorInput = (

@@ -11,6 +11,7 @@ from engine.core.program.inventory import InventoryMessage, PlanMessage, Planned
 from engine.core.protocol.events import (
     Answer,
     Departure,
+    EarlyStop,
     Event,
     ExitSeen,
     HandOver,
@@ -45,6 +46,7 @@ from engine.core.protocol.transitions import (
     loses_node,
     loses_node_early,
     must_wait,
+    stops_early,
     suspects,
     takes_over,
     takes_over_at_end,
@@ -117,6 +119,7 @@ _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     PlannedMessage:   (_UNASKED,         _ENDING,      _LATE,            agrees,         _LATE,             _OVER),
     StepCommitted:    (_UNTRAINED,       _ENDING,      commits,          _FROZEN,        _LATE,             _OVER),
     Notice:           (leaves_early,     leaves_early, leaves,           leaves,         _OVER,             _OVER),
+    EarlyStop:        (_UNTRAINED,       _ENDING,      stops_early,      stops_early,    _OVER,             _OVER),
     HandOver:         (_UNTRAINED,       _ENDING,      hands_over,       _FROZEN,        _OVER,             _OVER),
     Departure:        (_UNTRAINED,       _ENDING,      departs,          _FROZEN,        _OVER,             _OVER),
     WantedOwners:     (wants,            _ENDING,      wants,            wants,          _OVER,             _OVER),

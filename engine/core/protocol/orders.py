@@ -51,6 +51,7 @@ from engine.core.protocol.coordinator_state import (
     attempted,
     healed_soon,
     ready_joiners,
+    told_of,
     warned_of,
 )
 from engine.core.protocol.events import Event, StepCommitted, Takeover, WorkerWord
@@ -527,7 +528,7 @@ def _tell_commit(state: CoordinatorState, then: Literal["step", "end", "epoch"])
         return state, ()  # it was sent before, or with the epoch
     commit = required(state.commit, "the votes decide on a commit before it is announced")
     ensure(commit.step == committed, f"commit of step {commit.step} where {committed} is announced")
-    told = messages.CommitMessage(commit.step, commit.clip_factor, then, keep=state.kept == commit.step)
+    told = told_of(commit, then, keep=state.kept == commit.step, job=state.job)
     new = state._replace(told=told)
     return new, (*_kept(new, told), tell_all(new, told), Write(commit_record(new)))
 
@@ -541,7 +542,8 @@ def _kept(state: CoordinatorState, told: ToWorker) -> tuple[KeepStep, ...]:
 def commit_record(state: CoordinatorState) -> CommitRecord:
     """Returns the record of the last commit."""
     commit = required(state.commit, "a step is committed")
-    return CommitRecord(**commit._asdict(), last=state.told is not None and state.told.then == "end")
+    fields = {name: value for name, value in commit._asdict().items() if name != "monitored"}
+    return CommitRecord(**fields, last=state.told is not None and state.told.then == "end")
 
 
 def _evict(state: CoordinatorState, ordered: Collection[int]) -> Decided:

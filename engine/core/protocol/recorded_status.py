@@ -60,7 +60,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         _phase(history),
         epoch,
         history.committed,
-        history.job.steps,
+        history.num_steps,
         workers,
         tuple(_verdicts(history)),
         history.commits.losses[-1] if history.commits else None,

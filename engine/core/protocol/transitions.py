@@ -77,6 +77,15 @@ def leaves(state: State, event: events.Notice) -> State:
     return state._replace(leaving=(*state.leaving, event.worker))
 
 
+@rule()
+def stops_early(state: State, event: events.EarlyStop) -> State:
+    """Records the last step, in any phase: a failure or a takeover between a validation and the next commit is usual.
+
+    Waiting workers stay: until that commit, a loss may need them.
+    """
+    return state._replace(last_step=min(state.last_step, event.last_step))
+
+
 @rule(Phase.HALTED)
 def leaves_early(state: State, event: events.Notice) -> State:
     """Halts a job that is told to stop before its first step."""

@@ -24,7 +24,9 @@ from engine.core.job.bit_fields import (
     is_same_job,
 )
 from engine.core.job.job import Job
+from engine.core.job.update_rules import monitor_rules
 from engine.core.manifest import Manifest
+from engine.core.monitors import NO_MONITORS, Monitors, in_words
 from engine.core.texts import counted, numbered, trust_words
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, checkpoints_at
 from engine.files.host_facts import fixed_instruction_set, host_facts
@@ -33,7 +35,7 @@ from engine.files.jobs.checkpoint_place import (
     ResumedRun,
     checkpoint_places,
     fingerprint_at,
-    is_finished,
+    finished_steps,
     places_of,
     places_of_job,
 )
@@ -124,17 +126,19 @@ def _choice_of(good: NewestGood, place: CheckpointPlace) -> CheckpointChoice | N
     manifest, is_named = good.manifest, place.step is not None
     other_bits = place.heir is not None and place.heir.other_bits
     origin = Resumption(good.name.step, place.folder.place, good.name.file, manifest.run, is_named, manifest.init)
-    return CheckpointChoice(replace(origin, other_bits=other_bits), manifest, place.heir)
+    origin = replace(origin, other_bits=other_bits, monitors=manifest.monitors or NO_MONITORS)
+    return CheckpointChoice(origin, manifest, place.heir)
 
 
 class JobSoFar(NamedTuple):
     """What the runs of a job have left: its newest good checkpoint, or all of its steps in a run, or nothing.
 
-    The run that has committed all steps is `finished_by`; it is empty without one.
+    The run that has committed all steps is `finished_by`, and `steps` is their number; it is empty without one.
     """
 
     choice: CheckpointChoice | None = None
     finished_by: str = ""
+    steps: int = 0
 
 
 def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSoFar:
@@ -147,17 +151,17 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
     _tell_other(job, results, say)
     asked, told = dict[str, None](), set[CheckpointName]()  # a run and the one that was resumed from it share some
     for place in places_of_job(job, results):
-        if place.asked not in asked and is_finished(RunFolder(results / place.asked), job, now):
-            return JobSoFar(finished_by=place.asked)
+        if place.asked not in asked and (steps := finished_steps(RunFolder(results / place.asked), job, now)):
+            return JobSoFar(finished_by=place.asked, steps=steps)
         asked[place.asked] = None
         good = place.folder.newest_good(place.run, place.step)
         news = tuple(each for each in good.refused if each.name not in told)
         told |= {each.name for each in news}
         tell_refused(replace(good, refused=news), place.folder.place, say)
         if (choice := _choice_of(good, place)) is not None:
-            is_whole = job.has_steps and choice.origin.step >= job.steps - 1
+            is_whole = job.has_steps and choice.origin.step >= last_of(job, choice.origin.monitors)
             is_same = not bit_differences(choice.job, choice.manifest.facts, job, now)
-            return JobSoFar(choice, choice.origin.run if is_whole and is_same else "")
+            return JobSoFar(choice, choice.origin.run if is_whole and is_same else "", choice.origin.step + 1)
     if told:
         why = f"{counted(len(told), 'checkpoint was', 'checkpoints were')} refused; move them away to begin anew"
         raise StorageError(f"no checkpoint of this job is good: {why}")
@@ -188,6 +192,12 @@ def _named(place: CheckpointPlace) -> dict[str, str]:
     return {place.asked: f"{place.asked} ({model}, step {names[-1].step})"} if names else {}
 
 
+def last_of(job: Job, monitors: Monitors) -> int:
+    """Returns the last step of a job after a checkpoint with these monitors: an early stop by the same rule is one."""
+    ends_at = monitors.begun(monitor_rules(job), monitors.ends_at).ends_at if monitors.ends_at >= 0 else -1
+    return ends_at if 0 <= ends_at == monitors.ends_at else job.steps - 1
+
+
 def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
     """Says which checkpoints were refused, and why; returns their number."""
     for each in good.refused[:_MOST_TOLD]:
@@ -208,9 +218,13 @@ def refuse_other_bits(choice: CheckpointChoice, job: Job, other_bits: bool) -> N
     """
     manifest = choice.manifest
     problems = []
+    place = f"run {manifest.run} in {choice.origin.place}"
     if manifest.step >= job.steps - 1:
-        hint = f"all {job.steps} steps are committed in the checkpoint of run {manifest.run} in {choice.origin.place}"
+        hint = f"all {job.steps} steps are committed in the checkpoint of {place}"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
+    elif manifest.step >= last_of(job, choice.origin.monitors):
+        hint = f"{place} has {in_words(choice.origin.monitors)}; a greater patience lets it go on"
+        problems.append(Problem("early_stop", "a rule that is not met", repr(job.early_stop), hint))
     is_granted = choice.heir is not None and choice.heir.other_bits
     facts = choice.heir.facts if choice.heir is not None and is_granted else manifest.facts
     differences = bit_differences(choice.job, facts, job, host_facts(Path.cwd()))

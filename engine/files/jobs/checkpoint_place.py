@@ -121,14 +121,19 @@ def run_before(run: RunFolder) -> tuple[str, int] | None:
     return None if before is None else (before["run"], before["step"])
 
 
-def is_finished(run: RunFolder, job: Job, now: Mapping[str, object]) -> bool:
-    """Returns whether a run has committed all steps of a job, with the bits that the job has on a host with `now`."""
+def finished_steps(run: RunFolder, job: Job, now: Mapping[str, object]) -> int:
+    """Returns the steps of a run that has committed all of a job, with the bits that it has on a host with `now`, or 0.
+
+    Those up to an early stop by the same rule are all.
+    """
     facts = _facts_of(run)
     result = facts.get("result")
     if not isinstance(result, dict) or result.get("outcome") != "finished" or not job.has_steps:
-        return False
-    is_whole = isinstance(steps := result.get("steps"), int) and steps >= job.steps
-    return is_whole and not bit_differences(facts["job"], facts["host"], job, now)
+        return 0
+    is_early = bool(result.get("stopped_early")) and facts["job"].get("early_stop") == job.early_stop
+    if not isinstance(steps := result.get("steps"), int) or not (is_early or steps >= job.steps):
+        return 0
+    return steps if not bit_differences(facts["job"], facts["host"], job, now) else 0
 
 
 def place_of_step(path: Path) -> CheckpointPlace | None:

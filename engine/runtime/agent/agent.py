@@ -269,6 +269,7 @@ class Agent:
         with self.failing():
             owners, members = self.node.coordination.owners, self.node.state.members
             outputs = self.node.handle(given)
+            self._take_monitors()
             if self.node.coordination.owners != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
@@ -277,6 +278,13 @@ class Agent:
             if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
                 self._tasks.ask(self, takes_in=True)
         return outputs
+
+    def _take_monitors(self) -> None:
+        before, now = self.run_state.monitors, self.node.coordination.monitors
+        if now is not before:
+            self.run_state.monitors = now
+            if now.validated != before.validated:
+                self.checkpoints.validated(now)
 
     def carry_out(self, output: inputs_outputs.CoordinatorOutput | HostOutput) -> None:
         """Carries out a decision of the coordinator, or one about the ends of processes."""

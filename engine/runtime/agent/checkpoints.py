@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from engine.codec.values import plain_of
+from engine.codec.values import plain_of, value_of
 from engine.core import checkpoint_rules as gathering
 from engine.core.checkpoint_rules import (
     AbandonedCheckpoint,
@@ -28,7 +28,9 @@ from engine.core.checkpoint_rules import (
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
+from engine.core.job.update_rules import monitor_rules
 from engine.core.manifest import LayerHash, Manifest
+from engine.core.monitors import NO_MONITORS, Monitors, is_watched
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
 from engine.runtime.agent.keeper import Keeper
 from engine.runtime.agent.orders import LIMIT_S, READ_LIMIT_S
@@ -48,6 +50,7 @@ class _UnderWay:
     copy_ns: int = 0
     write_ns: int = 0
     sync_ns: int = 0
+    monitors: Monitors = NO_MONITORS  # as of the step, and later of its validation
     files: list[str] = field(default_factory=list)
 
 
@@ -87,15 +90,18 @@ class Checkpoints:
         """Returns the names of the code files of the job that are not as they were when the workers began."""
         return list(self._ask("changed code", limit_s=_END_S)) if self.place else []
 
-    def newest_good(self, place: str, run: str, step: int | None, before: int | None) -> tuple[NewestGood, str]:
-        """Returns the newest good checkpoint of a run older than `before`, and the hash of its given weights.
+    def newest_good(
+        self, place: str, run: str, step: int | None, before: int | None
+    ) -> tuple[NewestGood, str, Monitors]:
+        """Returns the newest good checkpoint of a run older than `before`, the hash of its given weights, its monitors.
 
         Raises StorageError if its place does not answer.
         """
         self._keeper.begin()
-        good, init, refused = self._keeper.ask("newest good", place, run, step, before, limit_s=_READ_S)
+        good, init, refused, monitors = self._keeper.ask("newest good", place, run, step, before, limit_s=_READ_S)
         reasons = tuple(RefusedCheckpoint(CheckpointName(*name), reason) for name, reason in refused)
-        return NewestGood(CheckpointName(*good) if good else None, None, reasons), init
+        newest = NewestGood(CheckpointName(*good) if good else None, None, reasons)
+        return newest, init, value_of(monitors, Monitors, "monitors") if monitors else NO_MONITORS
 
     def begin_epoch(self) -> None:
         """Handles a new epoch, from which workers may be missing that had parts to write."""
@@ -107,7 +113,12 @@ class Checkpoints:
             return
         self._gathering = gathering.order(self._gathering, step)
         if step in self._gathering.pending:
-            self._under_way.setdefault(step, _UnderWay(epoch))
+            self._under_way.setdefault(step, _UnderWay(epoch)).monitors = self._run_state.monitors
+
+    def validated(self, monitors: Monitors) -> None:
+        """Takes the state of the figures after a validation, which the checkpoint of its step keeps."""
+        if (checkpoint := self._under_way.get(monitors.validated)) is not None:
+            checkpoint.monitors = monitors
 
     def kept(self, message: KeptMessage) -> None:
         """Takes a part that is on disk."""
@@ -229,6 +240,7 @@ class Checkpoints:
             layers=whole.hashes,
             parts=whole.parts,
             names=tuple(self._run_state.layers),
+            monitors=under_way.monitors if is_watched(monitor_rules(self._keeper.job)) else None,
         )
         file, size = self._ask("publish", plain_of(manifest))
         times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}

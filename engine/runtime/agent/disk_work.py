@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.codec.values import value_of
+from engine.codec.values import plain_of, value_of
 from engine.core.errors import StorageError
 from engine.core.job.bit_fields import bit_facts
 from engine.core.job.job import Job
@@ -87,7 +87,9 @@ def _changed_code(work: _Work) -> list[str]:
 
 def _newest_good(work: _Work, place: str, run: str, step: int | None, before: int | None) -> tuple[Any, ...]:
     good = checkpoints_at(place).newest_good(run, step, refuses=lambda manifest: _too_new(manifest, before))
-    return good.name, "" if good.manifest is None else good.manifest.init, good.refused
+    manifest = good.manifest
+    known = ("", None) if manifest is None else (manifest.init, plain_of(manifest.monitors))
+    return good.name, known[0], good.refused, known[1]
 
 
 def _too_new(manifest: Manifest, before: int | None) -> str:

@@ -45,6 +45,7 @@ from engine.core.history.run_records import (
     PreparedRecord,
     Record,
     StampedRecord,
+    StoppedEarlyRecord,
     UnconfirmedRecord,
     ValidationRecord,
 )
@@ -180,6 +181,7 @@ KEPT = (
     RequestRecord,
     ResumedRecord,
     StartedRecord,
+    StoppedEarlyRecord,
     ExitRecord,
     UnconfirmedRecord,
     ValidationRecord,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.core.checkpoint_rules import best_step
 from engine.core.checks.audit import AuditBook, AuditMarks
 from engine.core.checks.trajectory import LoadedBook, PurityBook, TrajectoryRow
 from engine.core.errors import (
@@ -45,6 +44,7 @@ from engine.core.messages import (
     ValidationMessage,
     WelcomeMessage,
 )
+from engine.core.monitors import NO_MONITORS, Monitors, in_words
 from engine.core.program.ballot import VoteMessage
 from engine.core.protocol.state import Sighting
 from engine.core.protocol.worker_times import PaceChange, WorkerTimes, after_commit, after_epoch, heard
@@ -88,6 +88,7 @@ class RunState:
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[Evaluation, ...]] = field(default_factory=dict)
     rows: list[TrajectoryRow] = field(default_factory=list)
+    monitors: Monitors = NO_MONITORS  # as of the coordinator's last decision
     epochs: list[EpochRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # for the user, shown at once
     purity: PurityBook = field(init=False)
@@ -266,10 +267,22 @@ class RunState:
         self.validations[outcome.step] = outcome.sets
 
     def best(self) -> int | None:
-        """Returns the step whose validation is the best by the field `best` of the job; None without one."""
-        firsts = {step: sets[0] for step, sets in dict(self.validations).items() if sets}
-        figures = {step: {"loss": each.loss, **each.metrics} for step, each in firsts.items()}
-        return best_step(self.job.best, figures) if self.job.best else None
+        """Returns the step whose validation is the best by the field `best` of the job; None without one.
+
+        A run that was resumed goes on with the best one before it.
+        """
+        best = self.monitors.best
+        return best.step if self.job.best and best.value is not None else None
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the last step of the job, or of an early stop, is committed."""
+        return self.committed >= self.job.steps - 1 or bool(self.stopped_early)
+
+    @property
+    def stopped_early(self) -> str:
+        """Why the last committed step is the last one, if validations did not improve; empty otherwise."""
+        return in_words(self.monitors) if 0 <= self.monitors.ends_at == self.committed else ""
 
     def missing(self) -> tuple[str, ...]:
         """Returns in words the results of the last step that a finished run lacks."""

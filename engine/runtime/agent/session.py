@@ -35,6 +35,7 @@ from engine.core.hosts.notice_answer import NoticeFrom
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership, shadowed
 from engine.core.job.update_rules import preloads
+from engine.core.monitors import NO_MONITORS
 from engine.core.ownership import Ownership
 from engine.core.protocol.coordinator_state import first_state
 from engine.core.protocol.events import JobRestart, Takeover
@@ -103,7 +104,8 @@ def run_session(
     """
     started_at_ns, ownership = now_ns(), _first_ownership(job, ownership or fresh_ownership(job), server, seat)
     folder, ranks = str(seat.taken.home if seat.taken else events.parent), ranks or ownership.workers()
-    first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
+    monitors = NO_MONITORS if origin is None else origin.monitors
+    first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0, monitors)
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host, server, seat.scribe, not seat.folder)
         try:
@@ -241,7 +243,8 @@ def _restarted(agent: Agent, ownership: Ownership) -> Sequence[Fault]:
     if agent.origin is None:
         agent.node.handle(JobRestart(now_ns(), ownership.shadows))
     else:
-        agent.node.handle(JobResumption(now_ns(), agent.origin.step, ownership.owners, ownership.shadows))
+        begins = agent.origin.step, ownership.owners, ownership.shadows, agent.origin.monitors
+        agent.node.handle(JobResumption(now_ns(), *begins))
     return agent.injector.injection.waiting
 
 
@@ -269,7 +272,7 @@ def _ending(agent: Agent, view: RunView, started_at_ns: int) -> Ending:
         outcome = LEFT
     elif agent.cause is not None:
         outcome, code = "failed", int(agent.cause.exit_code)
-    elif agent.interrupted is not None and agent.run_state.committed < agent.run_state.job.steps - 1:
+    elif agent.interrupted is not None and not agent.run_state.has_all_steps:
         outcome, code = "interrupted", 128 + agent.interrupted
     missing = agent.run_state.missing() if outcome == "finished" else ()
     return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns(), missing)

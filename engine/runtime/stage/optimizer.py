@@ -20,9 +20,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
-from engine.core.errors import Problem, UserError
+from engine.core.errors import InvariantError, Problem, UserError
 from engine.core.job.job import FACTORY, Job
 from engine.core.job.torch_parts import (
+    PLATEAU,
     SCHEDULES,
     LossScale,
     given_arguments,
@@ -31,8 +32,9 @@ from engine.core.job.torch_parts import (
     plain_argument,
     warming_up,
 )
-from engine.core.job.update_rules import ParamGroup
+from engine.core.job.update_rules import MONITOR, ParamGroup
 from engine.core.manifest import AVERAGE
+from engine.core.units import Args
 from engine.models.arguments import check_builtin_args, check_user_args
 from engine.models.layers import Model
 from engine.models.user_code import running
@@ -41,13 +43,14 @@ from engine.runtime.device.missing_gradients import is_missing
 from engine.runtime.stage.class_optimizer import ClassOptimizer, Named, OptimizerClass, groups_by_layer
 from engine.runtime.stage.state_hash import WHOLE, Shard
 
-# The learning rate is a function of the step alone, so any worker knows the rate of any step.
+# The learning rate is a function of the step alone, so any worker knows the rate of any step. If a job names a figure
+# to monitor, its last value comes with the commit. The coordinator knows the rate on a plateau, which comes likewise.
 #
 # A schedule of torch's is stepped along with a dummy parameter, and all rates are kept. So a worker that heals, resumes
 # or repeats a step gets torch's own bits. After the warm-up, a schedule counts from 0.
 
 
-LearningRate = Callable[[int], float]  # of the step, 0-based
+LearningRate = Callable[..., float]  # of the step, 0-based; and of the monitored figure, if the job names one
 _MOST_TRIED = 1000
 _NEVER = (
     lr_scheduler.ReduceLROnPlateau,
@@ -58,6 +61,8 @@ _NEVER = (
 
 def learning_rates(job: Job) -> LearningRate:
     """Returns the rate of each step; raises UserError for user code that is not a schedule."""
+    if job.lr_schedule == PLATEAU:
+        return _told
     if (part := SCHEDULES.get(job.lr_schedule)) is not None:
         kwargs = given_arguments(part.arguments, job.lr_args)
         if part.horizon:
@@ -79,6 +84,9 @@ def check_rates(job: Job) -> None:
     if not FACTORY.fullmatch(job.lr_schedule):
         return
     first, second = (learning_rates(job) for _ in range(2))
+    if MONITOR in job.lr_args:
+        first(job.warmup_steps, None)  # before the first validation
+        first, second = (partial(_at, rate) for rate in (first, second))
     steps = range(job.warmup_steps, min(job.steps, job.warmup_steps + _MOST_TRIED))
     rates = {step: first(step) for step in steps}
     for step in reversed(steps):
@@ -87,11 +95,19 @@ def check_rates(job: Job) -> None:
             raise UserError([Problem("lr_schedule", "a function of the step alone", repr(job.lr_schedule), hint)])
 
 
+def _at(rate: LearningRate, step: int) -> float:
+    return rate(step, 1.0)
+
+
+def _told(step: int) -> float:
+    raise InvariantError(f"the commit of step {step} has no rate")
+
+
 def _warmed(job: Job, rate_of: LearningRate) -> LearningRate:
-    def rate(step: int) -> float:
+    def rate(step: int, *monitored: float | None) -> float:
         if step < job.warmup_steps:
             return warming_up(job.lr, step, job.warmup_steps)
-        return rate_of(step - job.warmup_steps)
+        return rate_of(step - job.warmup_steps, *monitored)
 
     return rate
 
@@ -137,15 +153,17 @@ def _own(job: Job) -> LearningRate:
     args = {name: plain_argument(value) for name, value in job.lr_args.items()}
     if isinstance(named, type) and issubclass(named, lr_scheduler.LRScheduler):
         if issubclass(named, _NEVER):
-            hint = "it needs the loss of a validation, or other schedules; a rate is a function of the step"
+            hint = "name plateau for ReduceLROnPlateau; a class that takes other schedules is no function of the step"
             raise UserError([Problem("lr_schedule", "a schedule of the step alone", repr(job.lr_schedule), hint)])
         check_user_args("lr_args", partial(named, _Untrained(job.lr)), job.lr_args)
         return _StepResult(job, named, args)
-    check_user_args("lr_args", partial(named, 0), job.lr_args)
+    is_led = args.pop(MONITOR, None) is not None
+    told: Args = {"monitored": 0.0} if is_led else {}
+    check_user_args("lr_args", partial(named, 0), {name: job.lr_args[name] for name in args} | told)
 
-    def rate(step: int) -> float:
+    def rate(step: int, *monitored: float | None) -> float:
         with running(f"the schedule {job.lr_schedule}", named):
-            factor = named(step, **args)
+            factor = named(step, **args, monitored=monitored[0]) if is_led else named(step, **args)
             if isinstance(factor, bool) or not isinstance(factor, (int, float)):
                 raise TypeError(f"expected a number, the factor of lr in step {step}, found {type(factor).__name__}")
         return _checked(job.lr_schedule, job.lr * factor)

@@ -268,7 +268,7 @@ class Executor:
         self._take(commit, self._steps)
 
     def _take(self, commit: CommitMessage, steps: Sequence[QueuedAction]) -> None:
-        self.end.clip_factor = commit.clip_factor
+        self.end.commit = commit
         self._copies.settle()
         self._run_all(steps, lambda: None)
         replicas = self.context.replicas

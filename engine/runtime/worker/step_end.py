@@ -8,7 +8,7 @@ interrupt a worker between the commit and its last optimizer step, so all its re
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from engine.codec.messages import in_messages
 from engine.core.action import Action
 from engine.core.checks.trajectory import LoadedMarks
 from engine.core.job.job import Job, is_due
-from engine.core.messages import AuditMessage
+from engine.core.job.torch_parts import LR_SCHEDULES
+from engine.core.job.update_rules import monitored_by
+from engine.core.messages import AuditMessage, CommitMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.dependencies import Routes
@@ -89,8 +91,9 @@ class StepEnd:
         self.context = context
         self.worker = context.worker
         self.replicas = context.replicas
-        self.clip_factor = 1.0
-        self._rate_of = learning_rates(context.job)
+        self.commit = CommitMessage(-1, 1.0, "step")  # of the step whose optimizers run
+        self._rate_of, self._monitored = learning_rates(context.job), monitored_by(asdict(context.job))
+        self._tells_rate = not self._monitored and context.job.lr_schedule not in LR_SCHEDULES
         self.logged: dict[Slot, LogEntry] = {}
         self._reduced: dict[Slot, LogEntry] = {}
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
@@ -289,7 +292,8 @@ class StepEnd:
                 loss = entry.loss(action.pipeline)
             sizes = tuple(stage_bytes(self.replicas.stages[slot])) if self._tells_sizes else ()
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
-            vote = replace(vote, took_ns=took_ns, sizes=sizes)
+            lr = self._rate_of(step) if self._tells_rate and loss is not None else None
+            vote = replace(vote, took_ns=took_ns, sizes=sizes, lr=lr)
         self._votes[slot] = vote
         if len(self._votes) == len(self._ownership.held_by(self.worker)):
             for votes in in_messages(self._votes.values()):
@@ -299,7 +303,11 @@ class StepEnd:
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from its log entry."""
         slot = (action.pipeline, action.stage)
-        take_step(self.replicas.stages[slot], self.logged[slot], self._rate_of(step), self.clip_factor)
+        told, lr = self.commit, self.commit.lr
+        if lr < 0:
+            figure = (told.monitored[0] if told.monitored else None,) if self._monitored else ()
+            lr = self._rate_of(step, *figure)
+        take_step(self.replicas.stages[slot], self.logged[slot], lr, told.clip_factor)
 
 
 def _by_stage(awaited: tuple[int, Use]) -> tuple[int, int, int, int]:

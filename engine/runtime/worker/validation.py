@@ -12,9 +12,12 @@ from functools import partial
 from statistics import fmean
 
 from engine.core.action import Action, Op
+from engine.core.errors import Problem, UserError
 from engine.core.job.job import PERPLEXITY, Job, named_metrics
 from engine.core.job.samples import EvaluationPart, left_out, parts_of
+from engine.core.job.update_rules import monitor_rules
 from engine.core.messages import Evaluation
+from engine.core.monitors import needs_validations
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried, peers_of, routes_of
@@ -32,7 +35,12 @@ _Result = tuple[EvaluationPart, float, dict[str, float]]  # loss and metrics of 
 
 
 def unmeasured(job: Job, model: Model, data: Data) -> tuple[str, ...]:
-    """Returns notes on samples that no pass measures; raises UserError for a set of which none would be measured."""
+    """Returns notes on samples that no pass measures; raises UserError for a set of which none would be measured.
+
+    Likewise if there is no set, and the job needs one.
+    """
+    if not evaluation_sets(data) and needs_validations(monitor_rules(job)):
+        raise UserError([Problem("data", "an evaluation set, for the figures of the job", repr(job.data))])
     if model.is_cut_by_sample or not job.validate_every:
         return ()
     return left_out(job, evaluation_sets(data))
