@@ -161,7 +161,7 @@ HfModel = Annotated[
     typer.Option(
         "--hf",
         metavar="ID|DIR",
-        help="Train a transformers model: its ID on the Hub, or a folder. Its tokenizer reads --data FILE.txt.",
+        help="Train a transformers model: ID or folder. Its tokenizer reads --data (FILE.txt or Hugging Face dataset).",
         rich_help_panel="Job",
         show_default=False,
     ),
