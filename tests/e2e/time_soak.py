@@ -53,7 +53,8 @@ RUNS: tuple[tuple[str, ...], ...] = (
     (*_MLP, "--stages", "1"),
     ("--model", "timed", "--stages", "3", "--steps", "6", "--microbatches", "4", "--validate-every", "0"),
 )
-MOST_OFF, MOST_OFF_DRY, MOST_OFF_SAMPLED, MOST_OFF_TENSORS = 0.01, 0.03, 0.03, 0.05
+# The waits beyond the bubbles are real: for a busy machine, and for what lies between two actions of others.
+LIMITS = {"wall clock": 0.01, "memory": 0.05, "bubbles": 0.03, "waits": 0.06, "sampler": 0.03}
 FORWARD_MS, BACKWARD_MS = 100.0, 200.0
 _TIMED = (
     *("--model", "timed", "--steps", "6", "--microbatches", "4", "--validate-every", "0", "--audit", "0"),
@@ -137,7 +138,7 @@ class Sampler(threading.Thread):
         while not self.over.wait(_LOOK_S):
             if events is None and (path := self._folder / "latest" / "events.jsonl").is_file():
                 events = GrowingEvents(path)
-            if events is not None and not pids:
+            if events is not None:
                 pids = {each.of: each.child for each in events.read_on().of(StartedRecord)}
             for worker, pid in pids.items():
                 try:
@@ -172,12 +173,13 @@ def main() -> int:
         for flags in RUNS[:limit]:
             run, events = trained(folder, flags)
             shares = {"wall clock": off_the_clock(run, events), "memory": off_the_prediction(run)}
-            worst = {what: max(worst.get(what, 0.0), share) for what, share in shares.items()}
+            worst |= {what: max(worst.get(what, 0.0), share) for what, share in shares.items()}
             told = ", ".join(f"{what} {share:.2%}" for what, share in shares.items())
             print(f"{told}  {' '.join(flags)}", flush=True)
         for flags in TIMED:
             waits, bubble = off_the_dry_run(trained(folder, flags)[0])
-            worst["dry run"] = max(worst.get("dry run", 0.0), abs(waits), abs(bubble))
+            worst["waits"] = max(worst.get("waits", 0.0), abs(waits))
+            worst["bubbles"] = max(worst.get("bubbles", 0.0), abs(bubble))
             print(f"dry run    waits {waits:+.2%}, bubbles {bubble:+.2%}  {' '.join(flags[len(_TIMED) :])}", flush=True)
         (folder / "latest").unlink()
         sampler = Sampler(folder)
@@ -185,10 +187,9 @@ def main() -> int:
         run, _ = trained(folder, SAMPLED)
         sampler.over.set()
         worst["sampler"] = off_the_sampler(run, sampler)
-    limits = {"wall clock": MOST_OFF, "dry run": MOST_OFF_DRY, "sampler": MOST_OFF_SAMPLED, "memory": MOST_OFF_TENSORS}
     for what, share in worst.items():
-        print(f"{what}: off by at most {share:.2%} (may be {limits[what]:.0%})")
-    return int(any(share > limits[what] for what, share in worst.items()))
+        print(f"{what}: off by at most {share:.2%} (may be {LIMITS[what]:.0%})")
+    return int(any(share > LIMITS[what] for what, share in worst.items()))
 
 
 if __name__ == "__main__":

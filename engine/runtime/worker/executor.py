@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
+from engine.core.history.run_records import TensorsRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.ballot import ComputeTimes
@@ -132,12 +133,15 @@ class Executor:
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         held = context.replicas, self.value_store, self.streams, self.end.entries
-        self._census = TensorCensus(*held, context.recorder.write)
+        self._census = TensorCensus(*held, self._write)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, device)
+
+    def _write(self, record: TensorsRecord) -> None:
+        self.context.recorder.write(record)
 
     def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
