@@ -48,17 +48,17 @@ def signs(away: RemoteSpawner, clock: Clock, round_trip_ms: float, *, times: int
 def test_the_deadlines_of_a_host_follow_its_round_trips(clock: Clock) -> None:
     away = RemoteSpawner(RegisteredHost("b", "1", "10.0.0.2", 1, {}))
     signs(away, clock, 0.2, times=19)
-    assert away.news_of_network() is None
+    assert away.network_record() is None
     signs(away, clock, 0.2, times=1)
-    record = away.news_of_network()
+    record = away.network_record()
     assert record == NetworkRecord(of="b", worst_ns=200_000, silent_ns=801 * MS, back_ns=201_200_000)
-    assert away.news_of_network() is None, "nothing is new"
+    assert away.network_record() is None, "nothing is new"
     signs(away, clock, 200.0, times=1)
-    assert str(away.news_of_network()) == (
+    assert str(away.network_record()) == (
         "host b is lost after 1.8 s of silence, or 1.4 s without a stream (round trips of up to 200 ms)"
     )
     signs(away, clock, 0.2, times=240)
-    assert away.news_of_network() is not None, "a minute without a slow one"
+    assert away.network_record() is not None, "a minute without a slow one"
     assert away.round_trips.worst_ns == 200_000
 
 

@@ -348,7 +348,7 @@ class HostServers(Spawner):
 
     def news_of_network(self) -> list[NetworkRecord]:
         """Returns the records of round trips that have changed."""
-        told = (each.news_of_network() for each in self._others if each.is_there)
+        told = (each.network_record() for each in self._others if each.is_there)
         return [each for each in told if each is not None]
 
     def _lose(self, away: RemoteSpawner, why: str) -> None:

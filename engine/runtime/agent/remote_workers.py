@@ -305,7 +305,7 @@ class RemoteSpawner(Spawner):
             self._echo_ns = echo[0]
             self.round_trips = self.round_trips.with_one(max(now_ns - sum(echo), round(late_ns)))
 
-    def news_of_network(self) -> NetworkRecord | None:
+    def network_record(self) -> NetworkRecord | None:
         """Returns the record of the round trips and the deadlines that follow them, where these have changed."""
         trips = self.round_trips
         if not trips.tells_more_than(self.told_ns):
