@@ -36,7 +36,7 @@ MOST_LINES = {
     "README.md": 90,
     "ARCHITECTURE.md": 165,
     "docs/bits.md": 155,
-    "docs/data.md": 210,
+    "docs/data.md": 215,
     "docs/elastic.md": 195,
     "docs/faults.md": 230,
     "docs/hosts.md": 215,

@@ -143,7 +143,7 @@ def test_what_is_true_has_a_flag_that_denies_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", FLAG_FIELDS)
 def test_every_plain_field_is_a_flag_with_its_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "500")
     text = CliRunner().invoke(app, ["show", "--help"], catch_exceptions=False).output
     assert f"--{'no-' if name in ('check_pure', 'deterministic') else ''}{name.replace('_', '-')} " in text
     assert FIELD_HELP[name] in text
