@@ -146,7 +146,7 @@ def _schedules() -> list[dict[str, Any]]:
     for name, schedule in SCHEDULES.items():
         least, most = schedule.stages_per_worker
         about = str(schedule.generate.__doc__).partition("\n")[0].removeprefix("Returns ").rstrip(".")
-        about += "; a forward and a backward run at once" if schedule.overlaps else ""
+        about += "; a forward and a backward at once" if schedule.overlaps else ""
         rows.append({"name": name, "stages per worker": str(least) if least == most else f"{least}..", "about": about})
     return rows
 

@@ -239,8 +239,9 @@ def search(
         return
     _print_search(job, result, " ms" if profile else "")
     if output is not None:
-        shape = f"--stages {job.stages} --stages-per-worker {job.stages_per_worker} --microbatches {job.microbatches}"
-        echo(f"next: bamboo run --schedule {output} {shape}")
+        shape = {name: getattr(job, name) for name in ("stages", "stages_per_worker", "microbatches")}
+        flags = " ".join(f"--{name.replace('_', '-')} {number}" for name, number in shape.items())
+        echo(f"next: bamboo run --schedule {output} {flags}")
 
 
 def _print_search(job: Job, result: Searched, unit: str) -> None:

@@ -181,7 +181,12 @@ class RunTables:
     @property
     def times(self) -> TimeTables:
         """The tables of time; made when they are asked for, because they run each program dry."""
-        return TimeTables(self.actions, self.chores, self.job, self.epochs, self.facts)
+        return self.times_from(0)
+
+    def times_from(self, step: int) -> TimeTables:
+        """Returns the tables of time of a step and those behind it."""
+        actions, chores = (table[table["step"] >= step] for table in (self.actions, self.chores))
+        return TimeTables(actions, chores, self.job, self.epochs, self.facts)
 
     @property
     def time(self) -> pd.DataFrame:

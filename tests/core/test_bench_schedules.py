@@ -15,7 +15,10 @@ from engine.core.program.schedules import SCHEDULES
 def test_every_schedule_is_measured_and_has_a_peer() -> None:
     assert {job.schedule for job in pipeline_jobs().values()} == {*SCHEDULES}
     assert {*TORCH_NAMES} == {*SCHEDULES}
-    assert [name for name in SCHEDULES if "pairs" in REMARKS.get(name, "")] == ["dualpipev-overlapped"]
+    assert [name for name in SCHEDULES if "pairs" in REMARKS.get(name, "")] == [
+        "interleaved-overlapped",
+        "dualpipev-overlapped",
+    ]
     shapes = [case.removeprefix("eager-") for case in pipeline_jobs() if case.startswith("eager-1f1b ")]
     assert shapes == [case for case in pipeline_jobs() if case.startswith("1f1b ")], "the ones that 1F1B is measured on"
     for job in map(schedule_job, SCHEDULES):

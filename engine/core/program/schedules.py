@@ -200,7 +200,7 @@ def zb1p(worker: int, num_workers: int, stages_per_worker: int, num_microbatches
 
 
 def zb2p(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
-    """Returns ZB-H2: no worker waits if F = I = W and M >= 2P - 1, for 2P - 1 residuals (ibid., section 2.3)."""
+    """Returns ZB-H2: no worker waits if F = I = W and M >= 2P - 1, for 2P - 1 residuals (Qi et al., ICLR 2024, 2.3)."""
     ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
     return _zero_bubble(2, worker, num_workers, 1, num_microbatches)
 
@@ -276,7 +276,7 @@ def v_min(worker: int, num_workers: int, stages_per_worker: int, num_microbatche
 
 
 def v_half(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
-    """Returns V-Half: half the residuals of 1F1B, and less waiting than V-Min (ibid.)."""
+    """Returns V-Half: half the residuals of 1F1B, less waiting than V-Min (Qi et al., Controllable Memory, 2024)."""
     turns = (2, 1, 1) if num_workers % 2 else (4, 1, 5)
     return _on_a_v((1, 2, 1, 2), turns, worker, num_workers, stages_per_worker, num_microbatches)
 

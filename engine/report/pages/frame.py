@@ -174,6 +174,7 @@ TIME_COLOURS = dict(
 _AFTER_THE_PAUSE = ("merged", "heal")
 _HEIGHT = 240
 _LEAST_SHARE = 0.05  # %, of a kind of time in some worker's
+_MOST_TIMED = 30_000  # actions in the picture of time: a second of work
 _OF_SETS = (ORANGE, GREEN, PURPLE, SKY, VERMILLION)  # the evaluation sets, in their order
 
 Figure = dict[str, Any]  # with `data`, a list of traces, and `layout`
@@ -229,9 +230,17 @@ def _phases(recovery: pd.DataFrame) -> Figure:
     return {"data": traces, "layout": layout}
 
 
+def _first_shown(run: RunTables) -> int:
+    """Returns the first step of the picture of time: one of a long run shows its last steps."""
+    steps = run.actions["step"]
+    return int(steps.sort_values().iloc[-_MOST_TIMED]) + 1 if len(steps) > _MOST_TIMED else 0
+
+
 def _time(run: RunTables) -> Figure:
     """Returns a stacked bar per worker: the share of each kind of time in its wall clock, for the kinds that it has."""
-    sums = run.time.drop(columns=["step", "flops", "mfu"]).groupby("worker").sum()
+    first = _first_shown(run)
+    part = f", from step {first} on" if first else ""
+    sums = run.times_from(first).time().drop(columns=["step", "flops", "mfu"]).groupby("worker").sum()
     shares = 100 * sums.div(sums.pop("wall_ms").where(lambda wall_ms: wall_ms > 0, 1.0), axis="index")
     traces = [
         {
@@ -250,7 +259,7 @@ def _time(run: RunTables) -> Figure:
     layout = {
         "barmode": "stack",
         "height": 150 + 34 * len(shares),
-        "xaxis": title("% of the wall clock") | {"range": [0, 100]},
+        "xaxis": title(f"% of the wall clock{part}") | {"range": [0, 100]},
         "yaxis": {"autorange": "reversed", "automargin": True},
         "legend": LEGEND | {"traceorder": "normal"},
     }
