@@ -395,7 +395,7 @@ TORCH_NAMES = {
     "gpipe": "ScheduleGPipe",
     "interleaved": "ScheduleInterleaved1F1B",
     "interleaved-flexible": "ScheduleInterleaved1F1B",
-    "interleaved-overlapped": "ScheduleInterleaved1F1B",
+    "interleaved-paired": "ScheduleInterleaved1F1B",
     "looped-bfs": "ScheduleLoopedBFS",
     "zb1p": "ScheduleInterleavedZeroBubble",
     "zb2p": "ScheduleInterleavedZeroBubble",
@@ -412,7 +412,7 @@ REMARKS = {
     "v-min": ", torch's is ZBV, with three times the stash",
     "v-half": ", torch's is ZBV, with twice the stash",
     "dualpipev-overlapped": ", torch's with pairs one after the other",
-    "interleaved-overlapped": ", torch's with pairs one after the other",
+    "interleaved-paired": ", torch's with pairs one after the other",
 }
 _WIDTH = 256  # of the timed layers and of the data, so that no layer has to widen its input
 _WORKERS, _MICROBATCHES, _MOST_STAGES = 4, 8, 2

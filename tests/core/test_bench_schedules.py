@@ -16,7 +16,7 @@ def test_every_schedule_is_measured_and_has_a_peer() -> None:
     assert {job.schedule for job in pipeline_jobs().values()} == {*SCHEDULES}
     assert {*TORCH_NAMES} == {*SCHEDULES}
     assert [name for name in SCHEDULES if "pairs" in REMARKS.get(name, "")] == [
-        "interleaved-overlapped",
+        "interleaved-paired",
         "dualpipev-overlapped",
     ]
     shapes = [case.removeprefix("eager-") for case in pipeline_jobs() if case.startswith("eager-1f1b ")]

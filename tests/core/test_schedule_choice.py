@@ -139,7 +139,7 @@ def test_the_table_compares_on_equal_work() -> None:
         "gpipe": 66 / 48,
         "interleaved": 57 / 48,
         "interleaved-flexible": 57 / 48,
-        "interleaved-overlapped": 57 / 48,
+        "interleaved-paired": 57 / 48,
         "looped-bfs": 57 / 48,
         "zb1p": 51 / 48,
         "zb2p": 54 / 48,
@@ -154,7 +154,7 @@ def test_the_table_compares_on_equal_work() -> None:
 
 def test_what_does_not_fit_is_named_with_the_reason() -> None:
     comparison = compare(4, 3, 1)
-    least = {"interleaved-overlapped": "2 to 4096"}
+    least = {"interleaved-paired": "2 to 4096"}
     assert comparison.skipped == {
         name: f"stages_per_worker: expected {least.get(name, 2)} with schedule {name}, found 1 "
         "(4 stages are then on 2 workers)"
@@ -205,17 +205,17 @@ def test_a_handler_makes_pairs_as_long_as_their_longer_half() -> None:
         {row.schedule: row for row in compare(8, 16, 2, overlapping=overlapping).rows} for overlapping in (False, True)
     )
     assert at_once["dualpipev-overlapped"].makespan < 0.8 * apart["dualpipev-overlapped"].makespan
-    assert at_once["interleaved-overlapped"].makespan < 0.8 * apart["interleaved-overlapped"].makespan
+    assert at_once["interleaved-paired"].makespan < 0.8 * apart["interleaved-paired"].makespan
     assert all(at_once[name] == row for name, row in apart.items() if not SCHEDULES[name].overlaps)
 
 
 def test_pairs_of_either_kind_are_kept_as_a_file_has_them() -> None:
     """With a backward first, as the file says, though a forward before it could take it instead."""
     ownership = fresh(Grid(8, 8), 2)
-    program = build_program("interleaved-overlapped", ownership)
+    program = build_program("interleaved-paired", ownership)
     named = {worker: [*pairs_of(actions, {"OVERLAP_B_F"})] for worker, actions in program.items()}
     assert {worker: len(pairs) for worker, pairs in named.items()} == {0: 5, 1: 7, 2: 9, 3: 11}
-    text = rows_to_csv(SCHEDULES["interleaved"](4, 8, 2), pairs_in("interleaved-overlapped"))
+    text = rows_to_csv(SCHEDULES["interleaved"](4, 8, 2), pairs_in("interleaved-paired"))
     assert check_schedule(text, 8, 2, 8, "auto") == []
     assert build_program(text, ownership) == program
     assert lists_from_csv(text) == SCHEDULES["interleaved"](4, 8, 2)

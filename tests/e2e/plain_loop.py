@@ -118,7 +118,8 @@ class PlainLoop:
         An early stop comes one step after the validation that has used up the patience.
         """
         job, was_out = self.job, self.waited >= self._patience()
-        if not job.validate_every or (step + 1) % job.validate_every:
+        watches = job.early_stop or (self.plateau is not None and not self.watches_steps)
+        if not watches or not job.validate_every or (step + 1) % job.validate_every:
             return was_out
         loss = self.validate()[0].loss
         if self.plateau is not None and step >= job.warmup_steps and not self.watches_steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.job.job import Job
+from engine.core.monitors import NO_MONITORS
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.keeper import Keeper, start_thread
@@ -27,10 +28,15 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
         yield keeper
 
 
+def state_of(losses: list[float], note: Callable[[str], Any]) -> SimpleNamespace:
+    of_run = {"best": lambda: None, "monitors": NO_MONITORS}
+    return SimpleNamespace(note=note, layers=["first"], losses=losses, committed=len(losses) - 1, **of_run)
+
+
 def test_parts_of_a_checkpoint_that_is_given_up_are_removed(keeper: Keeper) -> None:
     notes: list[str] = []
     records: list[Any] = []
-    state = SimpleNamespace(note=notes.append, layers=["first"], losses=[], committed=-1, best=lambda: None)
+    state = state_of([], notes.append)
     recorder = SimpleNamespace(write=records.append)
     agent = Checkpoints(keeper, cast(Any, state), cast(Any, recorder))
     folder = checkpoints_at(agent.place)
@@ -60,7 +66,7 @@ def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_pat
     silent = cast(Any, SimpleNamespace(write=lambda record: None))
 
     def coordinates(losses: list[float]) -> Checkpoints:
-        state = SimpleNamespace(note=str, layers=["first"], losses=losses, committed=len(losses) - 1, best=lambda: None)
+        state = state_of(losses, str)
         agent = Checkpoints(keeper, cast(Any, state), silent)
         agent.await_parts(1, 1)
         return agent

@@ -304,6 +304,7 @@ def test_no_character_that_steers_is_printable(name: str) -> None:
 PRINTING = {"print", "typer.echo", "click.echo", "sys.stdout.write", "sys.stderr.write", "Console"}
 # The border, the user's own program, and processes whose output is a pipe to bamboo or a log.
 MAY_PRINT = (
+    "bamboo/progress_lines.py",  # in the user's own program
     "bamboo_cli/echo.py",
     "bamboo_cli/tables.py",
     "engine/api/run.py",

@@ -496,7 +496,7 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, takes_blocks=True),
     "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
-    "interleaved-overlapped": Schedule(interleaved, stages_per_worker=(2, _ANY), overlaps="OVERLAP_B_F"),
+    "interleaved-paired": Schedule(interleaved, stages_per_worker=(2, _ANY), overlaps="OVERLAP_B_F"),
     "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),
     "zb1p": Schedule(zb1p, stages_per_worker=(1, _ANY)),
     "zb2p": Schedule(zb2p),
