@@ -18,7 +18,7 @@ _SHAPES = [(name, v) for name, schedule in SCHEDULES.items() for v in (1, 2) if 
 
 
 @pytest.mark.timeout(300)  # up to five hundred kills each in the soak; 3 s on an idle machine
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
 @pytest.mark.parametrize(("schedule", "stages_per_worker"), _SHAPES)
 def test_every_single_kill(schedule: str, stages_per_worker: int, redundancy: Redundancy, every: int) -> None:

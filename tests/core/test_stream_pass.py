@@ -117,7 +117,7 @@ def test_what_a_shadow_lacks_is_bounded(schedule: str, log_every: int) -> None:
             assert behind(program, ownership, slot) <= log_every + 1
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb1p"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.soak), "zb1p"])
 def test_every_single_kill_of_a_job_that_streams(schedule: str) -> None:
     """Afterwards every replica is what it is without a fault, and less is computed again than without streams."""
     plainly = mean(map(num_computed, single_kills(Job(Grid(3, 6), schedule))))

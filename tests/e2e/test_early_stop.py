@@ -14,7 +14,11 @@ PLATEAU += " --early-stop loss:2 --best loss --checkpoint-every 2 --json"
 KILLS = ["--standby 1 --kill 3:1 --kill 9:0", "--redundancy none --kill 9:1"]
 
 
-@pytest.mark.parametrize("kills", KILLS, ids=["a newcomer takes over", "from a checkpoint"])
+@pytest.mark.parametrize(
+    "kills",
+    [KILLS[0], pytest.param(KILLS[1], marks=pytest.mark.soak)],
+    ids=["a newcomer takes over", "from a checkpoint"],
+)
 def test_kills_do_not_move_the_end(kills: str, launch: Launch) -> None:
     done = launch("run", *PLATEAU.split(), *kills.split()).wait()
     assert done.code == 0, done.stderr

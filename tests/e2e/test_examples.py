@@ -86,6 +86,7 @@ def test_digits_count_epochs_metrics_and_a_kill(folder: Path) -> None:
     assert steps == [str(step) for step in range(result["steps"])]
 
 
+@pytest.mark.soak
 def test_a_resnet_with_groups_survives_a_kill(folder: Path) -> None:
     assert trained("resnet")["kept"] == 4 * 48 // (4 * 4) - 1
 

@@ -106,7 +106,8 @@ def test_a_death_ends_the_run_and_says_what_is_lost(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("mlp-shards-x2", marks=pytest.mark.soak), "gpt-shards-x2", "mlp-shards-x4"]
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("mlp-shards-x2", "gpt-shards-x2")), "mlp-shards-x4"],
 )
 def test_deaths_are_taken_over_with_the_bits_of_whole_stages(runs: Runs, name: str) -> None:
     kills = plan_kills(job_of(name), (), seed=1, most=2)

@@ -24,6 +24,7 @@ def unigram_entropy(data: TokenData) -> float:
     return -sum(count / counts.total() * math.log(count / counts.total()) for count in counts.values())
 
 
+@pytest.mark.soak
 def test_the_default_gpt_learns_more_than_how_often_each_byte_occurs(train: Callable[..., Ending]) -> None:
     job = Job(steps=40, validate_every=40, validation_microbatches=16)
     data = open_data(job)

@@ -95,6 +95,7 @@ def test_a_cell_that_does_not_end_has_hung(launch: Launch, tmp_path: Path) -> No
     assert (cell["result"], cell["failure"], cell["text"]) == ("failed", "hang", "no end within 2 s")
 
 
+@pytest.mark.soak
 def test_what_fails_is_shrunk_and_fails_again(launch: Launch, tmp_path: Path) -> None:
     done = run(launch, tmp_path, ["too-tight"], "--json", "--shrink", "--shrink-tries", "12")
     assert done.code == 1, done.stderr

@@ -42,6 +42,7 @@ def output(pytester: pytest.Pytester, text: str, *, failed: int, passed: int = 0
     return said
 
 
+@pytest.mark.soak
 def test_a_program_of_another_test_framework_runs_a_scenario(tmp_path: Path) -> None:
     result = run_scenario("kill-middle-stage", "steps=6", runs=tmp_path)
     assert (result.result, result.cell) == ("passed", "kill-middle-stage")

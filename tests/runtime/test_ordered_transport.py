@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,16 @@ def run(job: Job, kills: list[str], ownership: Ownership | None = None) -> None:
     assert [worker.state for worker in ending.view.workers].count("dead") == len(kills)
 
 
-@pytest.mark.parametrize(("pipelines", "redundancy"), [(1, "lazy"), (1, "eager"), (2, "reroute")])
-@pytest.mark.parametrize("name", SCHEDULES)
+def in_turn() -> Iterator[Any]:
+    """Yields each schedule with one kind of redundancy; the soak has it with every kind."""
+    kinds: tuple[tuple[int, Redundancy], ...] = ((1, "lazy"), (1, "eager"), (2, "reroute"))
+    for number, name in enumerate(SCHEDULES):
+        for kind, (pipelines, redundancy) in enumerate(kinds):
+            marks = [] if kind == number % len(kinds) else [pytest.mark.soak]
+            yield pytest.param(name, pipelines, redundancy, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "pipelines", "redundancy"), [*in_turn()])
 def test_every_schedule_with_a_kill_and_a_heal(
     orders: PairOrders, name: str, pipelines: int, redundancy: Redundancy
 ) -> None:

@@ -50,7 +50,7 @@ JOBS = {
     "encoder and decoder": Job(model=f"{_MODULES}:encoder_decoder", data="synthetic", **_COMMON),
 }
 State = dict[str, Tensor]
-SAMPLE = [("language model", 3, 1, "1:2"), ("resnet18", 4, 2, "1:2:B:1"), ("encoder and decoder", 4, 1, "1:1:B:2")]
+SAMPLE = [("language model", 3, 1, "1:2"), ("encoder and decoder", 4, 1, "1:1:B:2")]
 ALL = [
     (name, stages, pipelines, f"1:{stage}:{moment}")
     for name in JOBS

@@ -85,7 +85,7 @@ def test_what_is_pure_is_not_refused(kind: str, fields: dict[str, Any], redundan
     assert len(check.trials) + len(check.unchecked) == 4
 
 
-DEEP = ("resnet101", "resnet152")  # of the blocks of resnet50
+DEEP = ("resnet34", "resnet101", "resnet152")  # of the blocks of resnet18 and resnet50
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_another_value_ends_the_run_and_is_never_baked_in(monkeypatch: pytest.Mo
     [
         (Varying, "__bool__ gives"),
         (SizeOfSelection, "__get__|shape gives"),
-        (SizeOfRange, "__get__|shape gives"),
+        pytest.param(SizeOfRange, "__get__|shape gives", marks=pytest.mark.soak),
         (SizeOfSlice, "size gives|__index__ gives"),
     ],
 )

@@ -225,7 +225,7 @@ def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_evidence(tmp_path_factory.mktemp("evidence") / "run").path
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in range(1, BLOCKS))])
 def test_no_run_folder_from_elsewhere_does_harm(
     whole: Path, tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
