@@ -158,6 +158,8 @@ def _inject_other(
     from engine.files.jobs.library import find_scenario
     from engine.files.strict_yaml import read_yaml
 
+    if scenario and Path(file).suffix in (".yaml", ".yml"):
+        return  # two scenarios: no command has such a name
     name, command = (scenario, [file, *words] if file else []) if scenario else (file, words)
     if not name or not (
         document := read_yaml(find_scenario(name)) if command or asked[-1] else external_document(name)
