@@ -58,8 +58,8 @@ def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -
     )
     assert not first["injectable"]
     assert not json.loads((launcher.run_folder / "run.json").read_text())["injectable"]
-    assert text[1].split() == "worker state stages step last action silent s pid".split()
-    assert re.fullmatch(rf" +0  at work  0 +\d+  \d\w+ +\d\.\d +{pids[0]}", text[2])
+    assert text[1].split() == "worker state stages step last action silent s tensors MiB pid".split()
+    assert re.fullmatch(rf" +0  at work  0 +\d+  \d\w+ +\d\.\d +\d+(\.\d+)? +{pids[0]}", text[2])
     commits = [event["step"] for event in launcher.events("commit")]
     assert (last["phase"], last["committed"], last["live"]) == ("interrupted", commits[-1], False)
     assert [each["state"] for each in last["workers"]] == ["finished", "dead"]

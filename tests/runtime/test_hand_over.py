@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "tied gpt, recomputed": TIED_GPT | {"activation_checkpoint": 2},
     "stateful, streamed": STATEFUL | {"log_every": 2},
 }
+_ANSWER_S = 0.4
 _PLACES = ("1B0", "1SEND_B2", "1B3")
 _UNDISTURBED: dict[str, str] = {}
 
@@ -60,6 +62,7 @@ class Hands:
             if (executor.context.worker, executor.step, text) == (1, 1, self.place) and self.protocol is not None:
                 protocol, self.protocol = self.protocol, None
                 protocol.feed_aside(NoticeReceived())
+                time.sleep(_ANSWER_S)  # else a busy machine answers when all of the step is logged
 
         def hand(streams: GradientStreams, action: Action, step: int) -> None:
             self.handed += action.op == "HAND"
