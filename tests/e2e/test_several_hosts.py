@@ -115,6 +115,7 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     assert told == {"run": bed.run_id, "outcome": "finished", "exit_code": 0}
 
 
+@pytest.mark.soak
 def test_a_stream_goes_on_when_its_workers_and_a_host_are_lost(hosts: Hosts, train: Train) -> None:
     bed = hosts(STREAM, "model data validate_every stages steps microbatches", more=("--kill", "2:0"))
     bed.until_commits(4)
