@@ -152,8 +152,9 @@ def search(shape: Shape, profile: Profile, start: Sequence[ComputeLists] = (), s
     ensure(shape.stash >= shape.stages_per_worker, "a microbatch is stashed once on each stage of a worker")
     fitting = [lists for lists in start if _most_stash(lists) <= shape.stash]
     fitting += [lists for rule in _rules(shape) if (lists := _Greedy(shape, profile, rule).lists())]
-    best = min(fitting, key=lambda lists: length_of(lists, profile))
-    return _exchanged(best, shape, profile, steps)
+    needs = _Needs(profile)
+    best = min((_Timeline(lists, needs) for lists in fitting), key=lambda timeline: timeline.length)
+    return _exchanged(best, needs, shape, profile, steps)
 
 
 def length_of(lists: ComputeLists, profile: Profile) -> float:
@@ -354,14 +355,12 @@ class _Timeline:
         return sorted(pairs)
 
 
-def _exchanged(lists: ComputeLists, shape: Shape, profile: Profile, steps: int) -> ComputeLists:
-    needs = _Needs(profile)
-    best = now = _Timeline(lists, needs)
-    rounds = steps // sum(map(len, lists))
+def _exchanged(best: _Timeline, needs: _Needs, shape: Shape, profile: Profile, steps: int) -> ComputeLists:
+    now, rounds, enough = best, steps // sum(map(len, best.lists)), _least(shape, profile) * _CLOSE
     heat = max(profile.forward + profile.for_input + profile.for_weights)
     for turn in range(rounds):
         pairs = [pair for pair in now.exchanges() if _may_change(now.lists, *pair)]
-        if not pairs or best.length <= _least(shape, profile) * _CLOSE:
+        if not pairs or best.length <= enough:
             break
         key = random_key(0, "exchange", turn)
         worker, second = pairs[key % len(pairs)]
