@@ -78,6 +78,8 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
     signs, issued = list[LogSign](), dict[int, tuple[int, str]]()
     for path in paths:
         try:
+            if path.exists() and not path.is_file():  # a pipe would block, and a device has no end
+                raise StorageError(f"cannot read {str(path)!r}: it is not a regular file")
             data = path.read_bytes()
         except OSError as error:
             raise StorageError(f"cannot read {str(path)!r}: {error.strerror}") from error

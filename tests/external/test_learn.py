@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,9 @@ def test_logs_without_a_failure_are_refused(tmp_path: Path) -> None:
         learn([path])
     with pytest.raises(StorageError, match="cannot read"):
         learn([tmp_path / "none"])
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(StorageError, match="it is not a regular file"):
+        learn([tmp_path / "log"])
