@@ -56,7 +56,7 @@ _VIT: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
-_WHISPER: dict[str, Any] = {
+_ENCODER_AND_DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
     "encoder_layers": 3,
@@ -65,6 +65,9 @@ _WHISPER: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
+}
+_WHISPER: dict[str, Any] = {
+    **_ENCODER_AND_DECODER,
     "num_mel_bins": 8,
     "max_source_positions": 12,
     "max_target_positions": 32,
@@ -79,14 +82,7 @@ _CLIP: dict[str, Any] = {
     "projection_dim": 16,
 }
 _MBART: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
+    **_ENCODER_AND_DECODER,
     "max_position_embeddings": 32,
     "pad_token_id": PAD,
     "eos_token_id": 2,
