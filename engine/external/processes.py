@@ -19,6 +19,7 @@ from engine.runtime.process.kernel import process_state
 from engine.runtime.process.subprocesses import is_readable
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
+_SETTLED_NS = 10_000_000_000  # until then a process may be a fork that executes a rank, with the environment of one
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -81,9 +82,11 @@ class JobProcesses:
         while members := [process for process in new if self._belongs(process)]:
             self.alive |= {process.pid: process for process in members}
             new = [process for process in new if process.pid not in self.alive]
+        settled_ns = time.monotonic_ns() - _SETTLED_NS
         for process in new:
             os.close(process.pidfd)
-            self._others.add(process.pid)
+            if process.began_ns < settled_ns:
+                self._others.add(process.pid)
         begun = [process for process in self.alive.values() if self._becomes_rank(process)]
         for process in begun:
             self.ranks[process.rank or 0] = process

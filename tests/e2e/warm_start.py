@@ -12,7 +12,6 @@ Not for tests of what is imported, or of variables that are read before: those s
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -59,7 +58,7 @@ class WarmProcess:
 
     def __init__(self, template: _Template, pid: int, pidfd: int):
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: Any = None  # as `Popen` has it: None until the end is noticed
         self._template = template
         self._pidfd = pidfd
 
@@ -168,8 +167,8 @@ def _control_terminal() -> None:
 
 def main(link: socket.socket) -> None:
     """Forks launchers on request, until the test process has ended."""
+    import engine.runtime.agent.session
     import engine.runtime.worker.worker  # noqa: F401 - and all that the workers of a launch need
-    import engine.runtime.agent.session  # noqa: F401 - what its launcher needs
 
     gc.collect()
     gc.freeze()
@@ -210,15 +209,14 @@ def _launch(launch: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     if isinstance(code, str):
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
     os._exit(code if isinstance(code, int) else code is not None)
 
 
@@ -237,7 +235,7 @@ class _ReadyServer:
     def __call__(self, command: Sequence[str], *, fd: int | None = None, **options: Any) -> subprocess.Popen[bytes]:
         """Returns the waiting server if the command is that of one; else starts the command."""
         if _FORK_SERVER not in command or not self._pid or fd is None:
-            return self._start(command, fd=fd, **options)  # type: ignore[no-any-return]
+            return self._start(command, fd=fd, **options)
         from engine.runtime.process.subprocesses import inherited
 
         given = {"environment": dict(options.get("environment") or inherited()), "arguments": [*command[-2:]]}
@@ -294,7 +292,7 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 
 def _replace_streams() -> None:
     """Makes the streams anew: whether a stream is a terminal, Python asks when it makes it."""
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc, assignment]
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     for fd, name in ((1, "stdout"), (2, "stderr")):
         raw = io.FileIO(fd, "w", closefd=False)
         errors, lines = ("backslashreplace", True) if fd == 2 else ("strict", os.isatty(fd))
