@@ -140,8 +140,8 @@ def test_a_command_is_green_and_red_when_its_recovery_is_slower_than_the_limit(
     scenario.write_text(scenario.read_text().replace("max: 60s", "max: 1ms"))
     codes = run_workflow(folder, programs, skip="install bamboo")
     assert {name: code for name, code in codes.items() if code} == {inject: 1}
-    assert 'failure type="threshold" message="recovery: max is' in (folder / "cells.xml").read_text()
-    assert '<h1 class="bad">Recovery: max is' in (folder / "bamboo.html").read_text()
+    assert 'failure type="threshold" message="recovery.max: training stalled for' in (folder / "cells.xml").read_text()
+    assert '<h1 class="bad">Recovery.max: training stalled for' in (folder / "bamboo.html").read_text()
 
 
 @pytest.mark.soak
