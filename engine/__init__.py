@@ -93,6 +93,7 @@ rendezvous: the keys that the members of an epoch tell each other to form a grou
 Processes:
 
 launcher: the process of the command line, which starts a run; another launcher, such as torchrun, starts other jobs.
+external: of a job that another launcher starts, and bamboo only strikes and watches.
 agent: the part of the launcher that starts, watches and ends the workers of its host.
 coordinator: the part of the agent that decides on membership.
 standby: a waiting worker that was started with the run.

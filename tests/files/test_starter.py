@@ -124,3 +124,28 @@ def test_the_workflow_names_the_place_of_this_installation(
     assert reference(PathDistribution(tmp_path)) == expected
     assert yaml.safe_load(workflow(expected))["env"]["BAMBOO"] == expected
     assert "bamboo-train" not in workflow(expected)
+
+
+def test_a_command_gets_a_scenario_and_the_same_commands_on_both_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of GitHub are executed by tests/e2e/test_starter_workflow.py."""
+    monkeypatch.chdir(tmp_path)
+    command = "torchrun --nproc-per-node 2 'my train.py' {folder}"
+    for name in ("github", "gitlab"):
+        words = ["init", "--command", command, "--limit", "90s", "--ci", name]
+        told = CliRunner().invoke(app, words, catch_exceptions=False).output
+    assert told.splitlines()[-1] == f"next: bamboo inject {SCENARIO} --trust-code"
+    assert not (tmp_path / JOB).exists()
+    found = CliRunner().invoke(app, ["validate", SCENARIO])
+    assert found.output == f"{SCENARIO}: valid: 1 fault, expects recovered; launcher: torchrun\n"
+    scenario = yaml.safe_load((tmp_path / SCENARIO).read_text())
+    assert scenario["command"] == ["torchrun", "--nproc-per-node", "2", "my train.py", "{folder}"]
+    assert scenario["faults"][0]["at"]["rank"] == 1 and scenario["expect"]["recovery"] == {"max": "90s"}
+    steps = yaml.safe_load((tmp_path / WORKFLOW).read_text())["jobs"]["faults"]["steps"]
+    *before, after = [each["run"].replace(WORKFLOW, GITLAB) for each in steps if "run" in each]
+    gitlab = yaml.safe_load((tmp_path / GITLAB).read_text())["bamboo"]
+    assert (gitlab["script"], gitlab["after_script"]) == (before, [after])
+    refused = CliRunner().invoke(app, ["init", "--command", "torchrun 'a", "--limit", "3", "--model", "gpt"])
+    assert isinstance(refused.exception, UserError)
+    assert [each.field for each in refused.exception.problems] == ["--model", "--limit", "--command"]

@@ -1,5 +1,7 @@
 """The files that `bamboo init` writes: a job, a scenario and a matrix of it, and a workflow of GitHub or GitLab.
 
+For a job of another launcher it is a scenario with its command, and a workflow.
+
 Rules: a file that exists is kept. A workflow has constraints beside it: the versions of this installation, whose bits
 are those that the user knows.
 """
@@ -8,12 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from engine.core.faults.launchers import launcher_of
 from engine.files.atomic_write import create_file
 from engine.files.templates import rendered
 
@@ -44,11 +47,12 @@ def reference(installed: Distribution | None = None) -> str:
     return next((f"git+{url}" for label, _, url in labelled if label.lower() in ("repository", "source")), "")
 
 
-def workflow(source: str, ci: CiSystem = "github") -> str:
+def workflow(source: str, ci: CiSystem = "github", *, of_command: bool = False) -> str:
     """Returns the workflow; `source` is the place from which pip installs bamboo."""
     template, file = ("starter_workflow.j2", WORKFLOW) if ci == "github" else ("starter_gitlab.j2", GITLAB)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return rendered(__package__, template, reference=json.dumps(source), file=file, python=python)
+    values = {"reference": json.dumps(source), "file": file, "python": python, "of_command": of_command}
+    return rendered(__package__, template, **values)
 
 
 def constraints() -> str:
@@ -66,12 +70,23 @@ def starter(ci: CiSystem = "none", model: str = "mlp", data: str = "", stages: i
     """Returns the files for a new project, of a job with this model and data: path below the user's folder -> text."""
     values = {"model": model, "data": data, "stages": stages}
     files = {path: rendered(__package__, template, **values) for path, template in _TEMPLATES.items()}
-    if ci == "github":
-        return {**files, WORKFLOW: workflow(reference()), CONSTRAINTS: constraints()}
-    if ci == "gitlab":
-        includes = f"include:\n  - local: {GITLAB}\n"
-        return {**files, GITLAB: workflow(reference(), ci), INCLUDES: includes, CONSTRAINTS: constraints()}
-    return files
+    return files | _of_ci(ci)
+
+
+def command_starter(command: Sequence[str], limit: str, ci: CiSystem = "none") -> dict[str, str]:
+    """Returns the files for the job of another launcher, as `starter` does; training may stall so long: ``60s``."""
+    launcher = launcher_of(command)
+    rank = max(0, (launcher.starts(command) or 1) - 1)  # a rank but the first one, if that is known
+    values = {"command": list(command), "launcher": launcher.name, "rank": rank, "limit": limit}
+    return {SCENARIO: rendered(__package__, "starter_command.j2", **values)} | _of_ci(ci, of_command=True)
+
+
+def _of_ci(ci: CiSystem, *, of_command: bool = False) -> dict[str, str]:
+    if ci == "none":
+        return {}
+    text = workflow(reference(), ci, of_command=of_command)
+    files = {WORKFLOW: text} if ci == "github" else {GITLAB: text, INCLUDES: f"include:\n  - local: {GITLAB}\n"}
+    return files | {CONSTRAINTS: constraints()}
 
 
 def write_new(folder: Path, files: Mapping[str, str]) -> list[Path]:
