@@ -253,8 +253,11 @@ class _Group:
         """Returns the recovery."""
         until_ns = self._until_ns if self.resume_ns is None else self.resume_ns
         before = [each for each in self._reports if each.at_ns < until_ns]
-        lines = [each for each in self.run.of(LauncherLine) if self._begin_ns <= each.at_ns <= until_ns]
-        blamed = {each.blames for each in lines if each.blames is not None}
+        # A launcher may tell of a failure when it is over, and once more at the end of all.
+        told = {each.text for each in self.run.of(LauncherLine) if each.at_ns < self._begin_ns}
+        words = [each for each in self._within(LauncherLine) if each.text not in told]
+        lines = [each for each in words if each.at_ns <= until_ns]
+        blamed = {each.blames for each in words if each.blames is not None}
         return ExternalRecovery(
             tuple(strike.fault for strike in self.strikes),
             tuple(sorted(self._struck)),
