@@ -54,8 +54,8 @@ _BENCHMARKS = {
         "Time to announce an exit, to form a group and to start a private etcd, against limits.",
     ),
     "recovery": (
-        "recovery.recovery_cases",
-        "Pause after a SIGKILL, by phase, against the redone work, torchrun's restart and torchft (if installed).",
+        "recovery.pause_cases",
+        "Pause after a SIGKILL, by phase, against the redone work; for other systems see referee.",
     ),
     "scale": (
         "scale.scale_cases",
@@ -126,6 +126,7 @@ def hosts(
 @bench.command("referee", help="Five scenarios on one job in each training system that is installed, as one table.")
 def referee(
     only: Annotated[list[str] | None, typer.Option(metavar="SYSTEM", help="Run only this system; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each scenario; each is a row.")] = 1,
     as_json: AsJson = False,
     case: Case = "",
     results: Results = Path("results"),
@@ -144,7 +145,7 @@ def referee(
     folder, now, rows = bench_folder(results), datetime.now(), []
     with holding() as interrupts:
         runs = folder / f"referee-{now:%Y%m%d-%H%M%S}"
-        for row in referee_rows(only or [*SYSTEMS], case, runs, interrupts, partial(echo, err=True)):
+        for row in referee_rows(only or [*SYSTEMS], case, repeats, runs, interrupts, partial(echo, err=True)):
             rows.append(row)
     if as_json:
         echo(json.dumps([row.as_dict() for row in rows]))

@@ -122,9 +122,14 @@ COLUMNS = tuple(each.name for each in fields(RefereeRow))
 
 
 def referee_rows(
-    systems: Sequence[str], case: str, folder: Path, interrupts: Interrupts, say: Callable[[str], object]
+    systems: Sequence[str],
+    case: str,
+    repeats: int,
+    folder: Path,
+    interrupts: Interrupts,
+    say: Callable[[str], object],
 ) -> Iterator[RefereeRow]:
-    """Yields the rows of some systems, of the scenarios whose names contain `case`, one after another.
+    """Yields the rows of some systems, of the scenarios whose names contain `case`, each run so many times.
 
     Each run leaves its events and its output in `folder`. The rows end after a signal.
     """
@@ -137,7 +142,7 @@ def referee_rows(
             yield RefereeRow(name, "", "", "not run", why=why, command=_told(system))
             continue
         rows = _Rows(name, system, release, folder / name, interrupts)
-        for row in rows.all([each for each in SCENARIOS if case in each], say):
+        for row in rows.all([each for each in SCENARIOS if case in each], repeats, say):
             if interrupts.first is not None:
                 return
             yield row
@@ -153,7 +158,7 @@ class _Rows:
     folder: Path
     interrupts: Interrupts
 
-    def all(self, names: Sequence[str], say: Callable[[str], object]) -> Iterator[RefereeRow]:
+    def all(self, names: Sequence[str], repeats: int, say: Callable[[str], object]) -> Iterator[RefereeRow]:
         scenarios = [_scenario(each, self.system) for each in names]
         say(f"{self.name}: without faults")
         twin = self._run("without-faults", replace(scenarios[0], faults=()))
@@ -162,9 +167,11 @@ class _Rows:
             why = f"{why} without faults: {self._last_words('without-faults')}"
             yield self._row("", "not run", why=why)
             return
-        for name, scenario in zip(names, scenarios, strict=True):
-            say(f"{self.name}: {name}")
-            yield self._judged(name, scenario, self._run(name, scenario), twin)
+        for number in range(repeats):
+            for name, scenario in zip(names, scenarios, strict=True):
+                say(f"{self.name}: {name}")
+                place = f"{name}-{number}" if number else name
+                yield self._judged(name, place, scenario, self._run(place, scenario), twin)
 
     def _row(self, scenario: str, outcome: str, **others: Any) -> RefereeRow:
         return RefereeRow(self.name, self.release, scenario, outcome, command=_told(self.system), **others)
@@ -177,7 +184,9 @@ class _Rows:
         finally:
             shutil.rmtree(folder / JOB_FOLDER)  # checkpoints
 
-    def _judged(self, name: str, scenario: ExternalScenario, run: ExternalRun, twin: ExternalRun) -> RefereeRow:
+    def _judged(
+        self, name: str, place: str, scenario: ExternalScenario, run: ExternalRun, twin: ExternalRun
+    ) -> RefereeRow:
         evidence = judge(run.reports, twin.reports, run.strikes_ns)
         checks = {each.name: each for each in external_checks(scenario, run, evidence)}
         recoveries = run.recoveries()
@@ -187,7 +196,7 @@ class _Rows:
         stalls = [each.stall.least_ns / 1e6 for each in recoveries if each.stall and each.resume_ns is not None]
         first = evidence.first_different_step
         weights = evidence.status("weights")
-        why = [] if has_recovered else [checks["outcome"].text, self._last_words(name)]
+        why = [] if has_recovered else [checks["outcome"].text, self._last_words(place)]
         why += [f"left behind: {checks['leftovers'].text}"] * (checks["leftovers"].result == "failed")
         return self._row(
             name,
@@ -201,9 +210,9 @@ class _Rows:
             why="; ".join(why),
         )
 
-    def _last_words(self, name: str) -> str:
+    def _last_words(self, place: str) -> str:
         """Returns the last line of the output that names an error, or the last one."""
-        text = (self.folder / name / "logs/command.log").read_text(encoding="utf-8", errors="replace")
+        text = (self.folder / place / "logs/command.log").read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return next((each for each in reversed(lines) if "Error" in each), lines[-1] if lines else "")[:_MOST_REASON]
 

@@ -64,6 +64,14 @@ def test_a_restart_has_its_phases_its_stall_and_its_lost_steps() -> None:
     assert str(recovery).startswith("first: training stalled for 1.30 s (ranks stand still after 0 ms, launcher")
 
 
+def test_a_failure_that_is_told_late_counts_and_one_that_is_told_again_does_not() -> None:
+    late = LauncherLine(2500 * MS, "worker 0 was ended", 0)
+    (recovery,) = restarted(late).recoveries()
+    assert recovery.blamed == (0, 1) and "notice" in recovery.phases_ns
+    (recovery,) = restarted(replace(late, at_ns=100 * MS), late).recoveries()
+    assert recovery.blamed == (1,)
+
+
 def test_all_expectations_of_a_good_run_pass() -> None:
     run = restarted()
     assert external_checks(SCENARIO, run)[0].text == "first: struck 1.0 ms after step 5, the process has ended"

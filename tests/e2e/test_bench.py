@@ -155,14 +155,6 @@ def test_recovery(launch: Launch) -> None:
     assert {row["metric"].split()[0] for row in rows} >= set(PHASES)
 
 
-@pytest.mark.soak
-def test_recovery_beside_torchrun(launch: Launch) -> None:
-    stall, attempts = rows_of(launch, "recovery", "--case", "torchrun", positive=False)
-    assert (stall["goal"], stall["n"]) == (0.0666667, 1)
-    assert stall["peer"] > stall["ours"]
-    assert (attempts["ours"], attempts["peer"] >= 1) == (1, True)
-
-
 def test_an_unknown_case_is_told_from_a_failure(launch: Launch) -> None:
     done = launch("bench", "pipeline", "--case", "timed P=5").wait()
     assert done.code == 5

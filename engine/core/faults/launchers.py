@@ -15,9 +15,10 @@ class Launcher:
     """One launcher.
 
     `programs` name it in a command, as programs or modules. The first of `variables` that is in the environment of a
-    process is its rank; with `group`, the rank counts the ranks of the groups before. Where none is, the process may
-    have the rank in its title, as the kernel shows it. `root_rank` is that of the command itself where nothing says one. `num_ranks` finds their number in the command. `blame` has a group
-    for a rank or a pid; a line that it fits is the launcher's first notice too, as is one that `notice` fits.
+    process is its rank; with `group`, the rank counts the ranks of the groups before. Where none is, the `title` that
+    the kernel shows may have the rank. `root_rank` is that of the command itself where nothing says one. `num_ranks`
+    finds their number in the command. `blame` has a group for a rank or a pid; a line that it fits is the launcher's
+    first notice too, as is one that `notice` fits.
     """
 
     name: str
@@ -75,7 +76,7 @@ LAUNCHERS = {
         ),
         Launcher(
             "deepspeed",
-            ("deepspeed", "deepspeed.launcher.launch"),
+            ("deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
             num_ranks=r"--num_gpus[= ](\d+)",
             notice=r"Killing subprocess \d+",
         ),

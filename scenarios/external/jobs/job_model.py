@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-STEPS, EVERY, BATCH, RANKS = 120, 20, 8, 2  # EVERY: steps between two checkpoints; BATCH: samples of a rank
+STEPS = int(os.environ.get("STEPS", "120"))
+EVERY, BATCH, RANKS = 20, 8, 2  # steps between two checkpoints; samples of a rank
 TIMEOUT_S = 10.0  # how long a rank waits for one that is silent, wherever a system has such a setting
 WIDTH, RATE = 512, 1e-3
 _WAIT_S = 0.02
