@@ -62,7 +62,7 @@ SYSTEMS = {
     "torchft": System("torchft", "torchft", _PYTHON, "torchft_job.py"),
     "nvrx": System(
         "nvidia-resiliency-ext",
-        "torchrun",
+        "nvrx",
         (*_OWN_STORE, "nvidia_resiliency_ext.fault_tolerance.launcher", *_NVRX),
         "ddp_job.py",
     ),

@@ -129,6 +129,11 @@ def test_torchrun_blames_by_pid() -> None:
 @pytest.mark.parametrize(
     ("name", "line", "numbers"),
     [
+        (
+            "nvrx",
+            "[ERROR] [ft_launcher31807@vm] failed (exitcode: -9) local_rank: 1 (pid: 31947) of binary: python",
+            {"local_rank": 1, "pid": 31947},
+        ),
         ("bamboo", "worker 1 was ended by SIGKILL after 1F1 of step 51; worker 0 took over stage 1", {"rank": 1}),
         ("bamboo", "worker 1 has been silent for 10.2 s and is put out; worker 0 takes over", {"rank": 1}),
         ("bamboo", "worker 1 hands over at the boundary after step 51 or a few later", {"rank": 1}),

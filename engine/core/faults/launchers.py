@@ -67,6 +67,7 @@ LAUNCHERS = {
     for launcher in (
         replace(_TORCHRUN, name="torchft", programs=("torchft",), group="REPLICA_GROUP_ID"),
         _TORCHRUN,
+        replace(_TORCHRUN, name="nvrx", programs=("ft_launcher", "nvidia_resiliency_ext.fault_tolerance.launcher")),
         replace(
             _TORCHRUN,
             name="accelerate",

@@ -87,6 +87,7 @@ def main(path: Path) -> None:
         optimizer.step()
         if manager.current_step() == step:
             continue  # the step was discarded
+        step = manager.current_step() - 1  # of a group that has come back, it is that of the other one
         bamboo.progress(step, loss=loss.item(), samples=samples if manager.is_participating() else [])
         bamboo.fingerprint(plain, inner, step=step, every=10, sample=None)
         if step % job_model.EVERY == job_model.EVERY - 1 and manager.participating_rank() == 0:
