@@ -87,8 +87,8 @@ SYSTEMS = {
 class RefereeRow:
     """One scenario on one system; a figure that was not seen is None.
 
-    `stall_ms` is how long training stood in all, `lost` the steps that the job does not count in the end, `repeated`
-    those that it did more than once, `struck` the ranks of which a process has ended, `blamed` those that the system
+    `stall_ms` is how long training stood in all, `lost` the steps that not every rank counts in the end, `repeated`
+    those that were done more than once, `struck` the ranks of which a process has ended, `blamed` those that the system
     names.
     """
 
@@ -192,29 +192,32 @@ class _Rows:
         recoveries = run.recoveries()
         if checks["faults"].result != "passed":
             return self._row(name, "not struck", why=checks["faults"].text)
-        has_recovered = checks["outcome"].result == "passed"
+        has_recovered = checks["outcome"].result == "passed" and evidence.status("survival") == "same"
         stalls = [each.stall.least_ns / 1e6 for each in recoveries if each.stall and each.resume_ns is not None]
         first = evidence.first_different_step
         weights = evidence.status("weights")
+        figures: dict[str, Any] = {}
+        if has_recovered:
+            figures = {"lost": len(evidence.lost_steps), "repeated": len(evidence.repeated)}
+            figures |= {"bits": f"other from step {first}" if weights == "different" else weights}
         why = [] if has_recovered else [checks["outcome"].text, self._last_words(place)]
         why += [f"left behind: {checks['leftovers'].text}"] * (checks["leftovers"].result == "failed")
         return self._row(
             name,
             "recovered" if has_recovered else "failed",
             stall_ms=round(sum(stalls), 1) if stalls and len(stalls) == len(recoveries) else None,
-            lost=len(evidence.lost_steps),
-            repeated=len(evidence.repeated),
-            bits=f"other from step {first}" if weights == "different" else weights,
             struck=tuple(sorted({rank for each in recoveries for rank in each.ended})),
             blamed=tuple(sorted({rank for each in recoveries for rank in each.blamed})),
             why="; ".join(why),
+            **figures,
         )
 
     def _last_words(self, place: str) -> str:
         """Returns the last line of the output that names an error, or the last one."""
         text = (self.folder / place / "logs/command.log").read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return next((each for each in reversed(lines) if "Error" in each), lines[-1] if lines else "")[:_MOST_REASON]
+        errors = [line for line in lines if "error" in line.lower()]
+        return "".join((errors or lines)[-1:])[:_MOST_REASON]
 
 
 def _scenario(name: str, system: System) -> ExternalScenario:
