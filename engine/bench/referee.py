@@ -88,7 +88,7 @@ class RefereeRow:
     """One scenario on one system; a figure that was not seen is None.
 
     `stall_ms` is how long training stood in all, `lost` the steps that not every rank counts in the end, `repeated`
-    those that were done more than once, `struck` the ranks of which a process has ended, `blamed` those that the system
+    those that were done more than once, `struck` the ranks that were struck, `blamed` those that the system
     names.
     """
 
@@ -206,7 +206,7 @@ class _Rows:
             name,
             "recovered" if has_recovered else "failed",
             stall_ms=round(sum(stalls), 1) if stalls and len(stalls) == len(recoveries) else None,
-            struck=tuple(sorted({rank for each in recoveries for rank in each.ended})),
+            struck=tuple(sorted({rank for each in recoveries for rank in each.struck})),
             blamed=tuple(sorted({rank for each in recoveries for rank in each.blamed})),
             why="; ".join(why),
             **figures,

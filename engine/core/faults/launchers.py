@@ -96,7 +96,12 @@ LAUNCHERS = {
             title=r"bamboo-(\d+)",
             blame=r"^worker (?P<rank>\d+) (?:was ended by|has been silent for|hands over)",
         ),
-        Launcher("ray", ("ray",)),
+        Launcher(
+            "ray",
+            ("ray",),
+            blame=r"\[Rank (?P<rank>\d+) Error Snippet\]",
+            notice=r"\(raylet\).* A worker died or was killed|\[FailurePolicy\]",
+        ),
         Launcher("srun", ("srun",), blame=r"task (?P<rank>\d+): (?:Killed|Terminated|Exited)"),
         Launcher("mpirun", ("mpirun", "mpiexec"), num_ranks=r" -(?:n|np) (\d+)", blame=r"rank (?P<rank>\d+) with PID"),
         PLAIN,
