@@ -250,7 +250,8 @@ class Referee:
             for process in begun:
                 self._note_begun(process)
         if any(each.moment.during == "checkpoint" for each in self._pending.left):
-            self._view.is_writing = self._sees_writing()
+            is_writing = self._sees_writing()
+            self._view.is_writing = is_writing and bool(self._view.steps)  # files of the start are no checkpoint
         self._view.restarted = frozenset(
             rank
             for rank, times in self._begun.items()

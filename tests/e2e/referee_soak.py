@@ -71,8 +71,8 @@ class Case:
     @property
     def is_true(self) -> bool:
         """Whether both are the same within the limit."""
-        if self.told_ns is None or self.seen_ns is None:
-            return False
+        if self.told_ns is None or self.seen_ns is None:  # training did not go on
+            return self.told_ns == self.seen_ns
         return abs(self.told_ns - self.seen_ns) <= max(_FAR_NS, _FAR * self.seen_ns)
 
 
@@ -156,10 +156,10 @@ def cases_of(system: str, run: ExternalRun, faults: Sequence[ExternalFault], gro
     told = {name: each for each in run.recoveries() for name in each.faults}
     strikes: dict[str, StrikeMade] = {each.fault: each for each in run.of(StrikeMade)}
     cases = []
-    for fault in faults:
+    for fault in (each for each in faults if each.id in strikes):
         stall = told[fault.id].stall if fault.id in told else None
         told_ns = stall.least_ns if stall and told[fault.id].resume_ns else None
-        seen_ns = seen_stall(fault, strikes[fault.id].at_ns, growths) if fault.id in strikes else None
+        seen_ns = seen_stall(fault, strikes[fault.id].at_ns, growths)
         cases.append(Case(system, fault.do, told_ns, seen_ns))
     return cases
 

@@ -2,9 +2,9 @@
 
 Rules:
 - All times are nanoseconds on the host's monotonic clock. A report of a step has the time at which the rank made it.
-- A recovery begins with a strike. Strikes before all struck ranks report again belong to it. It ends with the first
-  report after the longest gap between the reports of all ranks up to then; if a struck rank does not come back, over a
-  few steps of the others.
+- A recovery begins with a strike. Strikes before all struck ranks report again, or the others have trained on, belong
+  to it. It ends with the first report after the longest gap between the reports of all ranks up to then; if a struck
+  rank does not come back, over a few steps of the others.
 - The stall is this gap less a usual step: the median of the last steps of each process before the strike.
 - Each phase counts only its time after the end of the phase before, so the phases add up to the time from the strike
   to the first step. A phase that was not seen is left out.
@@ -203,7 +203,7 @@ class _Group:
         for following in [*strikes[1:], None]:
             self._until_ns = run.end.at_ns if following is None else following.at_ns
             back_ns = self._back_ns()
-            if following is None or back_ns is not None:
+            if following is None or back_ns is not None or self._goes_on():
                 self._find_gap(back_ns)
                 return
             self.strikes.append(following)
@@ -218,6 +218,11 @@ class _Group:
         """The ranks whose struck process has ended."""
         pids = {pid for strike in self.strikes for pid in strike.pids}
         return {each.rank for each in self._within(RankEnded) if each.pid in pids}
+
+    def _goes_on(self) -> bool:
+        """Returns whether training goes on, be it without the struck ranks."""
+        last_ns = self.strikes[-1].at_ns
+        return len({each.step for each in self._within(StepReport) if each.at_ns > last_ns}) >= _TRAINS_ON
 
     def _within(self, kind: type[Any]) -> list[Any]:
         return [each for each in self.run.of(kind) if self._begin_ns < each.at_ns <= self._until_ns]
@@ -238,7 +243,7 @@ class _Group:
         before = [each for each in self._reports if each.at_ns <= self._begin_ns]
         window = [each for each in self._within(StepReport) if back_ns is None or each.at_ns <= back_ns]
         last_ns = self.strikes[-1].at_ns
-        trains = len({each.step for each in window if each.at_ns > last_ns}) >= _TRAINS_ON
+        trains = self._goes_on()
         window = window if back_ns is not None else window[: USUAL * (len({each.rank for each in before}) or 1)]
         times_ns = [*(each.at_ns for each in before[-1:]), *(each.at_ns for each in window)]
         gaps = [(later - earlier, earlier, later) for earlier, later in pairwise(times_ns) if later > last_ns]
