@@ -333,7 +333,8 @@ class Referee:
         if self._send(strike, next(strike.signals)):
             self._strikes.append(strike)
             pids = tuple(each.pid for each in victims)
-            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids))
+            still_ns = 0 if fault.do == "slow" else int(parameters.get("for_ns", 0))
+            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids, still_ns))
         else:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 

@@ -78,6 +78,13 @@ def test_strikes_of_a_job_that_goes_on_without_the_rank_are_two_recoveries() -> 
     assert [each.stall and each.stall.least_ns // MS for each in (first, second)] == [200, 300]
 
 
+def test_a_report_without_a_rank_is_no_return_while_the_rank_stands_still() -> None:
+    reports = [StepReport(step, at_ms * MS) for step, at_ms in enumerate([100, 200, 300, 400, 1400, 1500])]
+    strike = StrikeMade(390 * MS, "first", (1,), (11,), 900 * MS)
+    (recovery,) = ExternalRun([*reports, strike, CommandEnded(3000 * MS, 0)]).recoveries()
+    assert recovery.stall is not None and recovery.stall.least_ns == 900 * MS
+
+
 def test_a_failure_that_is_told_late_counts_and_one_that_is_told_again_does_not() -> None:
     late = LauncherLine(2500 * MS, "worker 0 was ended", 0)
     (recovery,) = restarted(late).recoveries()

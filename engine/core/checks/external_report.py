@@ -57,12 +57,16 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class StrikeMade:
-    """A fault has struck these processes of these ranks; none is there for a strike of the launcher."""
+    """A fault has struck these processes of these ranks; none is there for a strike of the launcher.
+
+    Those that live stand still for the time `for_ns`, 0 if it is not known.
+    """
 
     at_ns: int
     fault: str
     ranks: tuple[int, ...]
     pids: tuple[int, ...]
+    for_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +235,7 @@ class _Group:
         """Returns when the last struck rank has reported again; None if one has not, or the launcher was struck."""
         reports, begins, times = self._within(StepReport), self._within(RankBegan), []
         for rank, strike in self._struck.items():
-            since_ns = strike.at_ns
+            since_ns = strike.at_ns + strike.for_ns
             if rank in self.ended:
                 since_ns = max((each.at_ns for each in begins if each.rank == rank), default=self._until_ns)
             own = (each.at_ns for each in reports if each.rank in (rank, None) and each.at_ns > since_ns)
