@@ -30,7 +30,10 @@ class Numbers(Dataset):
 
 
 class Batches:
-    """The numbers of the samples of a rank, batch by batch; Lightning has it begin behind the steps that are done."""
+    """The numbers of the samples of a rank, batch by batch, from a step on.
+
+    Its length is that of all steps: Lightning counts those that were done before a restart.
+    """
 
     def __init__(self, rank: int, first: int) -> None:
         self.rank, self.first = rank, first
@@ -39,7 +42,7 @@ class Batches:
         return (job_model.samples_of(step, self.rank) for step in range(self.first, job_model.STEPS))
 
     def __len__(self) -> int:
-        return job_model.STEPS - self.first
+        return job_model.STEPS
 
 
 class Module(lightning.LightningModule):
