@@ -216,7 +216,7 @@ class _Rows:
         """Returns the last line of the output that names an error, or the last one."""
         text = (self.folder / place / "logs/command.log").read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        errors = [line for line in lines if "error" in line.lower()]
+        errors = [line for line in lines if "Error: " in line]
         return "".join((errors or lines)[-1:])[:_MOST_REASON]
 
 
