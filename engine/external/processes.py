@@ -154,11 +154,12 @@ class JobProcesses:
         if process.rank is not None or process.is_below or process.has_ended:
             return False
         variables = dict(line.partition("=")[::2] for line in _environment(process.pid))
-        process.number = self.launcher.rank_of(variables)
+        title = _read(process.pid, "comm").strip()
+        process.number = self.launcher.rank_of(variables, title)
         number = process.number
         if number is None and process.pid == self.root:
             number = self.launcher.root_rank
-        if number is None or _read(process.pid, "comm").strip() in _SHELLS:
+        if number is None or title in _SHELLS:
             return False
         process.is_below = self._is_below(process, number)
         process.rank = None if process.is_below else number

@@ -266,7 +266,8 @@ class Referee:
             for process in begun:
                 self._note_begun(process)
         if any(each.moment.during == "checkpoint" for each in self._pending.left):
-            self._view.is_writing = self._sees_writing()
+            is_writing = self._sees_writing()
+            self._view.is_writing = is_writing and bool(self._view.steps)  # files of the start are no checkpoint
         self._view.restarted = frozenset(
             rank
             for rank, times in self._begun.items()
@@ -364,7 +365,8 @@ class Referee:
         if self._send(strike, next(strike.signals)):
             self._strikes.append(strike)
             pids = tuple(each.pid for each in victims)
-            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids))
+            still_ns = 0 if fault.do == "slow" else int(parameters.get("for_ns", 0))
+            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids, still_ns))
         else:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 

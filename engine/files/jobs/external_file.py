@@ -19,7 +19,7 @@ from engine.core.faults.external import (
     refused_kind,
 )
 from engine.core.faults.fault import FaultKind
-from engine.core.faults.launchers import LAUNCHERS, PLAIN, launcher_of
+from engine.core.faults.launchers import ANY, LAUNCHERS, PLAIN, launcher_of
 from engine.core.faults.scenario import Limits
 from engine.core.texts import TRUST_FLAG
 from engine.files.jobs.forms import EXTERNAL, Reading, external_fault_form, in_order
@@ -68,7 +68,7 @@ def load_external(
     words = tuple(command) or own
     if is_run and not (words or is_attached or reading.problems):
         reading.refuse(("command",), "a command", "none", "such as: bamboo inject SCENARIO -- torchrun train.py")
-    launcher = LAUNCHERS[values["launcher"]] if "launcher" in values else launcher_of(words)
+    launcher = LAUNCHERS.get(values.get("launcher", ANY)) or launcher_of(words)
     scenario = ExternalScenario(
         values.get("name", ""),
         values.get("about", "").strip(),
