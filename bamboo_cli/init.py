@@ -10,14 +10,17 @@ from typing import Annotated
 import typer
 
 from bamboo_cli.echo import echo
+from bamboo_cli.job_options import HfModel, HfRandom
 from engine.core.errors import Problem, UserError
+from engine.core.job.hugging_face import hugging_face_fields
 from engine.core.job.job import FACTORY
 from engine.core.units import parse_duration
 from engine.files.jobs.starter import CiSystem
 
 EPILOG = (
     "Examples:  bamboo init  |  bamboo init --model mine:Net --data mine:data --ci github  |  "
-    "bamboo init elsewhere --ci gitlab  |  bamboo init --ci github --command 'torchrun train.py' --limit 30s"
+    "bamboo init --hf gpt2 --data novel.txt --ci gitlab  |  "
+    "bamboo init --ci github --command 'torchrun train.py' --limit 30s"
 )
 _HERE = Path()
 
@@ -30,6 +33,8 @@ def init(
     data: Annotated[
         str, typer.Option("--data", metavar="NAME", help="Its data: a built-in source, a file, or module:factory.")
     ] = "",
+    hf: HfModel = None,
+    hf_random: HfRandom = False,
     stages: Annotated[int, typer.Option("--stages", min=2, help="Number of stages of the pipeline.")] = 3,
     command: Annotated[
         str,
@@ -55,8 +60,11 @@ def init(
     for name, value in (("--model", model), ("--data", data)):
         if ":" in value and not FACTORY.fullmatch(value):
             raise UserError([Problem(name, "package.module:factory", repr(value))])
-    words = _words(command, limit, {"--model": model != "mlp", "--data": data})
-    files = command_starter(words, limit, ci) if words else starter(ci, model, data, stages)
+    words = _words(command, limit, {"--model": model != "mlp", "--data": data, "--hf": hf})
+    given = {"model": None if model == "mlp" else model, "data": data}
+    fields, args = hugging_face_fields(hf or "", hf_random, given)
+    model = fields.get("model", model)
+    files = command_starter(words, limit, ci) if words else starter(ci, model, fields.get("data", data), stages, args)
     written = write_new(folder, files)
     for path in (folder / name for name in files):
         echo(f"{path}{'' if path in written else ' (kept: it exists)'}")

@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import StorageError, UserError
+from engine.core.job.hugging_face import MODEL as HUGGING_FACE
+from engine.core.job.hugging_face import TEXT
 from engine.files.jobs.starter import (
     CONSTRAINTS,
     GITLAB,
     INCLUDES,
     JOB,
     MATRIX,
+    REQUIREMENTS,
     SCENARIO,
     WORKFLOW,
     reference,
@@ -66,6 +69,22 @@ def test_both_systems_run_the_same_commands_for_the_users_own_model(
         CliRunner().invoke(app, ["init", "--model", "mine:Net-1"], catch_exceptions=False)
     told = CliRunner().invoke(app, ["init", "--model", "mine:Other"], catch_exceptions=False).output
     assert f"next: set model: mine:Other in {JOB}" in told
+
+
+def test_a_model_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of `bamboo run --hf` were none of `bamboo init`, and the runner had no transformers."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "novel.txt").write_text("words")
+    words = ["init", "--hf", "tiny", "--hf-random", "--data", "novel.txt", "--ci", "github"]
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    job = yaml.safe_load((tmp_path / JOB).read_text())
+    assert (job["model"], job["model_args"]) == (HUGGING_FACE, {"path": "tiny", "random": True})
+    assert (job["data"], job["data_args"]) == (TEXT, {"file": "novel.txt", "tokenizer": "tiny"})
+    assert (tmp_path / REQUIREMENTS).read_text().split() == ["transformers", "accelerate", "datasets"]
+    found = CliRunner().invoke(app, ["validate", JOB, SCENARIO, MATRIX])
+    assert found.exit_code == 0, found.output
+    with pytest.raises(UserError, match="--hf: expected no other model beside it, found 'mine:Net'"):
+        CliRunner().invoke(app, ["init", "--hf", "tiny", "--model", "mine:Net"], catch_exceptions=False)
 
 
 def test_without_a_workflow(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from engine.core.faults.launchers import launcher_of
+from engine.core.job.hugging_face import MODEL as HUGGING_FACE
+from engine.core.units import Scalar
 from engine.files.atomic_write import create_file
 from engine.files.templates import rendered
 
@@ -25,7 +27,7 @@ SCENARIO = "scenarios/first.yaml"
 MATRIX = "scenarios/matrix.yaml"
 WORKFLOW = ".github/workflows/bamboo.yml"
 GITLAB, INCLUDES = ".gitlab/bamboo.yml", ".gitlab-ci.yml"
-CONSTRAINTS = "constraints.txt"
+CONSTRAINTS, REQUIREMENTS = "constraints.txt", "requirements.txt"
 CiSystem = Literal["none", "github", "gitlab"]
 _TEMPLATES = {JOB: "starter_job.j2", SCENARIO: "starter_scenario.j2", MATRIX: "starter_matrix.j2"}
 
@@ -66,10 +68,20 @@ def constraints() -> str:
     return "".join(("# The versions with which `bamboo init` was called: pip install --constraint.\n", *lines))
 
 
-def starter(ci: CiSystem = "none", model: str = "mlp", data: str = "", stages: int = 3) -> dict[str, str]:
-    """Returns the files for a new project, of a job with this model and data: path below the user's folder -> text."""
-    values = {"model": model, "data": data, "stages": stages}
+def starter(
+    ci: CiSystem = "none", model: str = "mlp", data: str = "", stages: int = 3, args: Mapping[str, Scalar] | None = None
+) -> dict[str, str]:
+    """Returns the files for a new project, of a job with this model and data: path below the user's folder -> text.
+
+    `args` has arguments of the factories by dotted name, such as `model_args.path`.
+    """
+    values: dict[str, Any] = {"model": model, "data": data, "stages": stages, "model_args": {}, "data_args": {}}
+    for name, value in (args or {}).items():
+        field, _, argument = name.partition(".")
+        values[field][argument] = value
     files = {path: rendered(__package__, template, **values) for path, template in _TEMPLATES.items()}
+    if ci != "none" and model == HUGGING_FACE:
+        files[REQUIREMENTS] = "transformers\naccelerate\ndatasets\n"
     return files | _of_ci(ci)
 
 
