@@ -46,6 +46,7 @@ from engine.runtime.transport.transfers import WorkerProgram, worker_program
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.microbatches import WatchedData
+from engine.runtime.worker.prediction import Prediction
 from engine.runtime.worker.step_end import WorkerContext
 from engine.runtime.worker.validation import Validation
 
@@ -425,7 +426,8 @@ class Training:
     def _validate(self, output: outputs.Validate) -> inputs.Input:
         shards = self.context.shards
         with self._noted(output.step, Chore.VALIDATION), shards.all_whole() if shards else contextlib.nullcontext():
-            return Validation(self.context, self._plane, output.ownership).run()
+            kind = Prediction if self.context.job.predict_args else Validation
+            return kind(self.context, self._plane, output.ownership).run()
 
     def _audit(self, output: outputs.Audit) -> None:
         """Sends the agent the hash of every layer of the whole replicas, or of the stages in shards that it owns."""
