@@ -130,7 +130,13 @@ def prediction_of(job: Job, step: int, args: Mapping[str, Scalar]) -> Job:
     It begins behind that step, trains none, and keeps nothing.
     """
     usual = {name: getattr(Job(), name) for name in _OF_TRAINING}
-    nothing = {"warmup_steps": 0, "audit": 0, "validate_every": 0, "layer_norms": 0, "checkpoint_every": "0"}
+    nothing: dict[str, Any] = {
+        "warmup_steps": 0,
+        "audit": 0,
+        "validate_every": 0,
+        "layer_norms": 0,
+        "checkpoint_every": "0",
+    }
     return replace(job, **usual, **nothing, check_pure=False, elastic=False, steps=step + 2, predict_args=dict(args))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.errors import required
 from engine.core.job.samples import EvaluationPart
 from engine.core.messages import Evaluation
 from engine.models.data_sources import EvaluatedBatch
@@ -30,5 +29,5 @@ class Prediction(Validation):
 
     def _take(self, stage: Stage, number: int, measured: EvaluatedBatch) -> None:
         outputs = measured.outputs[stage.model.num_loss_outputs :]
-        folder = Path(required(self.context.outputs, "a prediction has a folder"))
-        write_outputs(folder, number, outputs, self._samples.rows, self.context.job.microbatch_size)
+        rows, size = self._samples.rows, self.context.job.microbatch_size
+        write_outputs(Path(self.context.outputs), number, outputs, rows, size)
