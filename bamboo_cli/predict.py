@@ -85,23 +85,19 @@ def predict(
     Each sample is in the outputs once, in order. The job is that of the checkpoint; --stages, --microbatch-size and the
     like may change. A worker that dies is replaced as in training; its run is in the folder predictions of the results.
     """
-    from engine.files.run_folder import RunFolder
-    from engine.runtime.checkpoint.outputs import dims_of, merged_outputs, refuse_output, write_merged
+    from engine.harness.predictions import dims_for, write_prediction
 
     if problems := fixing(isa):
         raise UserError(problems)
-    refuse_output(output)
+    of_outputs = dims_for(output, dims)
     if input_file is not None and samples:
         raise UserError([Problem("--samples", "no name beside --input", repr(samples))])
-    of_outputs = dims_of(dims)
     source = {"file": str(input_file.absolute())} if input_file is not None else {"samples": samples}
     resolved = _resolved(values, origin, {**source, "rows": limit}, is_called=keywords)
     result = _run(resolved, tee=tee, is_announced=keywords)
     if result.exit_code or result.run_error is not None:
         raise typer.Exit(print_result(result, resolved, as_json))
-    tensors = merged_outputs(RunFolder(result.folder).outputs, of_outputs)
-    write_merged(output, tensors)
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    shapes = write_prediction(result.folder, output, of_outputs)
     if as_json:
         facts = {"run_dir": str(result.folder), "outcome": "finished", "exit_code": int(ExitCode.OK), "error": None}
         echo(json.dumps(facts | {"output": str(output), "outputs": shapes}))

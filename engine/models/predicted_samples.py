@@ -61,7 +61,7 @@ class PredictedSamples:
         """Returns a microbatch."""
         if not self._inputs:
             return evaluation(self._data, self.name, index, self._size)
-        rows = torch.arange(index * self._size, (index + 1) * self._size) % len(self._inputs[0])
+        rows = torch.arange(index * self._size, (index + 1) * self._size, device="cpu") % len(self._inputs[0])
         return Batch(tuple(each[rows] for each in self._inputs), self._targets)
 
 
@@ -108,5 +108,5 @@ def _fitted(given: tuple[Tensor, ...], first: Batch, file: str, is_variable: boo
     return tuple(ours.to(theirs.dtype) for ours, theirs in zip(given, first.inputs, strict=True))
 
 
-def _refusal(path: Path, expected: str, found: str) -> UserError:
-    return UserError([Problem("--input", expected, found, "", str(path))])
+def _refusal(path: Path, expected: str, given: str) -> UserError:
+    return UserError([Problem("--input", expected, given, "", str(path))])

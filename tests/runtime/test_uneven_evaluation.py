@@ -24,8 +24,7 @@ from engine.models.model_loader import build_model
 from engine.runtime.checkpoint.outputs import merged_outputs
 from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import build_layer
-from engine.runtime.worker.prediction import Prediction
-from engine.runtime.worker.validation import Validation, unmeasured
+from engine.runtime.worker.validation import Prediction, Validation, unmeasured
 from tests.runtime.small_jobs import borders_of
 
 HERE = __name__

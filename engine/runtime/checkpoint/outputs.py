@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import Problem, StorageError, UserError
-from engine.files.atomic_write import storage_errors, write_named
+from engine.files.atomic_write import storage_errors, write_atomically, write_named
 from engine.models.losses import shapes_of
-from engine.runtime.checkpoint.export import as_safetensors
 
 FORMS = (".safetensors", ".npy", ".csv")
 LEFT_OUT = "-"  # in place of the dimension of an output
@@ -35,11 +33,9 @@ def write_outputs(folder: Path, number: int, outputs: Sequence[Tensor], rows: in
 
     tensors = {str(place): each.detach().cpu().clone() for place, each in enumerate(outputs)}
     data = save(tensors, metadata={"rows": str(rows), "size": str(size)})
-    temporary = folder / f".{number}-{os.getpid()}.tmp"  # another worker may write the same outputs
     with storage_errors("write", folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-        temporary.write_bytes(data)
-        os.replace(temporary, _file_of(folder, number))
+    write_atomically(_file_of(folder, number), data, is_synced=False)
 
 
 def dims_of(text: str) -> tuple[int | None, ...]:
@@ -117,16 +113,18 @@ def write_merged(output: Path, tensors: dict[str, Tensor]) -> None:
 
     Raises UserError for more outputs than the form takes, StorageError if it cannot be written.
     """
+    from safetensors.torch import save
+
     refuse_output(output)
     if output.suffix == ".safetensors":
-        write_named(output, as_safetensors(tensors))
+        write_named(output, save({name: each.contiguous() for name, each in tensors.items()}))
         return
     tensor = next(iter(tensors.values()))
     is_table = tensor.dim() in (1, 2)
     if len(tensors) > 1 or (output.suffix == ".csv" and not is_table) or tensor.dtype == torch.bfloat16:
         fits = "one output with 1 or 2 dimensions" if output.suffix == ".csv" else "one output that numpy knows"
-        found = ", ".join(f"{name} {shapes_of((each,))}" for name, each in tensors.items())
-        raise UserError([Problem("--output", f"{fits} for {output.suffix}", found, ".safetensors takes all")])
+        shapes = ", ".join(f"{name} {shapes_of((each,))}" for name, each in tensors.items())
+        raise UserError([Problem("--output", f"{fits} for {output.suffix}", shapes, ".safetensors takes all")])
     if output.suffix == ".npy":
         buffer = BytesIO()
         np.save(buffer, tensor.numpy(), allow_pickle=False)

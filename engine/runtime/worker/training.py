@@ -46,9 +46,8 @@ from engine.runtime.transport.transfers import WorkerProgram, worker_program
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.microbatches import WatchedData
-from engine.runtime.worker.prediction import Prediction
 from engine.runtime.worker.step_end import WorkerContext
-from engine.runtime.worker.validation import Validation
+from engine.runtime.worker.validation import Prediction, Validation
 
 # The worker machine of this process. The main thread carries out its outputs; other threads feed it aside.
 #

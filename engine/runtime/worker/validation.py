@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 from engine.core.action import Action, Op
@@ -25,6 +26,7 @@ from engine.models.data import Data
 from engine.models.data_sources import EvaluatedBatch, evaluation, evaluation_sets
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.predicted_samples import PredictedSamples
+from engine.runtime.checkpoint.outputs import write_outputs
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport, validation_key
@@ -131,3 +133,23 @@ class Validation:
         if part.rows < size:
             measured = measured.first(part, size, self._begin, is_narrow=self.context.job.dtype != "float32")
         self._results.append((part, *stage.evaluate_loss(*measured)))
+
+
+# A prediction is a pass that keeps the outputs of the last stage in place of a loss.
+class Prediction(Validation):
+    """One worker's share of a prediction under one ownership; a pass that runs again writes the same files."""
+
+    def _parts(self) -> tuple[EvaluationPart, ...]:
+        self._samples = PredictedSamples(self.context.job, self.context.data)
+        return self._samples.parts()
+
+    def _batch(self, part: EvaluationPart) -> Batch:
+        return self._samples.batch(part.number)
+
+    def _result(self) -> tuple[Evaluation, ...]:
+        return ()
+
+    def _take(self, stage: Stage, number: int, measured: EvaluatedBatch) -> None:
+        outputs = measured.outputs[stage.model.num_loss_outputs :]
+        rows, size = self._samples.rows, self.context.job.microbatch_size
+        write_outputs(Path(self.context.outputs), number, outputs, rows, size)
