@@ -25,14 +25,15 @@ def predict(
     limit: int = 0,
     dims: Sequence[int | None] = (0,),
     quiet: bool = True,
+    trust_code: bool = False,
     **values: object,
 ) -> Tensor | dict[str, Tensor]:
     """Returns the outputs of a trained model over samples, each once and in order, as `bamboo predict` computes them.
 
     `run` is a run, or a folder or URL of checkpoints, ``@STEP`` behind it. The samples are `inputs`, with a row for
     each one (a model with several inputs takes them by name), or those of the data that `samples` names, the first
-    `limit` of them. `dims` has the dimension of the samples in each output; None leaves an output out. `values` are
-    fields of the job, such as `stages`. Returns a tensor, or several by name: ``output.0``, ``output.1``.
+    `limit` of them. `dims` has the dimension of the samples in each output; None leaves an output out. `trust_code`
+    allows code that a checkpoint elsewhere names. `values` are fields of the job, such as `stages`. Returns a tensor, or several by name: ``output.0``, ``output.1``.
 
     Raises:
         UserError: an argument that does not fit the run.
@@ -49,6 +50,7 @@ def predict(
         output, file = Path(place, "outputs.safetensors"), Path(place, "inputs.safetensors")
         options = ["--from", origin, "--output", str(output), "--limit", str(limit), f"--dims={of_outputs}"]
         options += ["--samples", samples] if samples else []
+        options += ["--trust-code"] if trust_code else []
         if inputs is not None:
             named = inputs if isinstance(inputs, Mapping) else {"input": inputs}
             save_file({name: each.detach().cpu().contiguous() for name, each in named.items()}, file)
