@@ -115,7 +115,7 @@ def _resolved(values: JobValues, where: str, args: dict[str, Any], *, is_called:
     choice = checkpoint_of(where, results)
     resolved = resolve_options(values, kept=choice.document, last=caller_layer() if is_called else None)
     step = choice.origin.step
-    job = replace(prediction_of(resolved.job, step, args), results=str(results / _FOLDER))
+    job = replace(prediction_of(resolved.job, step, args), results=str(Path(resolved.job.results, _FOLDER)))
     refuse_other_bits(choice, job, other_bits=True)
     echo(f"predicts with the weights after step {step} of run {choice.origin.run} ({choice.origin.place})", err=True)
     # By its step: a training that goes on keeps newer ones, and workers that begin again must have the same weights.

@@ -33,7 +33,8 @@ def predict(
     `run` is a run, or a folder or URL of checkpoints, ``@STEP`` behind it. The samples are `inputs`, with a row for
     each one (a model with several inputs takes them by name), or those of the data that `samples` names, the first
     `limit` of them. `dims` has the dimension of the samples in each output; None leaves an output out. `trust_code`
-    allows code that a checkpoint elsewhere names. `values` are fields of the job, such as `stages`. Returns a tensor, or several by name: ``output.0``, ``output.1``.
+    allows code that a checkpoint elsewhere names. `values` are fields of the job, such as `stages`. Returns a tensor,
+    or several by name: ``output.0``, ``output.1``.
 
     Raises:
         UserError: an argument that does not fit the run.
