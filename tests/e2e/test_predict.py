@@ -123,5 +123,5 @@ def test_rows_of_a_program_give_the_outputs_of_its_module(
     assert isinstance(outputs, Tensor)
     assert torch.equal(outputs, expected)
     assert (tmp_path / "predictions" / "latest").is_dir()
-    with pytest.raises(bamboo.UserError, match="rows of float32 \\[32\\] as input 0"):
+    with pytest.raises(bamboo.BambooError, match="rows of float32 \\[32\\] as input 0"):
         bamboo.predict(kept, rows[:, :31], results=str(tmp_path), trust_code=True)
