@@ -5,6 +5,7 @@ One vocabulary, used in code, YAML, reports and documents. Each word has one mea
 The work:
 
 job: the description of one training: model, data, shape of the pipelines, redundancy and seed.
+resolve: to make the one job that files, variables and flags describe together.
 run: one execution of a job, with a folder of its own.
 model: the layers that are trained together, with the loss of their outputs.
 layer: the smallest part of a model that a cut may separate.
@@ -35,6 +36,7 @@ loss: the training loss, and never anything that is gone.
 buffer: a tensor of a layer that training changes without a gradient, such as a running mean.
 optimizer: the rule that changes weights by gradients, with its state.
 validation: the evaluation of the model on samples that are not trained on.
+prediction: a pass of forwards over samples; the outputs of the last stage are kept, and merged in order.
 early-stop: the end of training because validations no longer improve.
 evaluation-set: a set of samples, with a name, that a validation measures loss and metrics on.
 program: for each worker, its list of actions for one step.

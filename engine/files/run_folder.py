@@ -70,6 +70,11 @@ class RunFolder:
         return self.path / CHECKPOINTS_FOLDER
 
     @property
+    def outputs(self) -> Path:
+        """The folder of the outputs of a prediction, a file for each microbatch."""
+        return self.path / "outputs"
+
+    @property
     def twin(self) -> RunFolder:
         """The folder of its fault-free twin."""
         return RunFolder(self.path / _TWIN)

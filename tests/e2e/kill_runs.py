@@ -80,6 +80,11 @@ class Runs:
         return self._folder / str(self._count)
 
     @property
+    def next(self) -> Path:
+        """The folder of the next run."""
+        return self._folder / str(self._count + 1)
+
+    @property
     def requests(self) -> Path:
         """The folder in which the launchers of all runs look for requests."""
         return self._folder

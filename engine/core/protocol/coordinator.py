@@ -190,7 +190,9 @@ def _on_validation(state: CoordinatorState, heard: WorkerWord[Message], outcome:
     notes: Outputs = () if records else (Note("the data has no evaluation set: no validation"),)
     if text := lacking(state.rules, figures):
         return stopped(new, Stop(text, ExitCode.USAGE))
-    if monitors.ends_at != state.monitors.ends_at:
+    if state.job.predict_args:
+        new, notes = decide(new, EarlyStop(heard.now_ns, outcome.step))
+    elif monitors.ends_at != state.monitors.ends_at:
         new, orders = decide(new, EarlyStop(heard.now_ns, monitors.ends_at))
         notes = (*orders, Note(in_words(monitors)))
     return new, (*notes, *map(Write, records), tell_all(new, messages.ValidatedMessage(outcome.step)))

@@ -86,6 +86,13 @@ def stops_early(state: State, event: events.EarlyStop) -> State:
     return state._replace(last_step=min(state.last_step, event.last_step))
 
 
+@rule(Phase.DRAINING)
+def stops_running(state: State, event: events.EarlyStop) -> State:
+    """Records the last step; a prediction, which has its pass behind the last commit, ends at once."""
+    new = stops_early.decide(state, event)
+    return new._replace(phase=Phase.DRAINING) if new.is_over else new
+
+
 @rule(Phase.HALTED)
 def leaves_early(state: State, event: events.Notice) -> State:
     """Halts a job that is told to stop before its first step."""
