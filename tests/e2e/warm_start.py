@@ -202,7 +202,8 @@ def _launch(launch: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     sys.argv = [str(ROOT / "bamboo_cli" / "__main__.py"), *launch["arguments"]]
     from engine.runtime.process import subprocesses
 
-    subprocesses.start = _ReadyServer(subprocesses.start)
+    server = _ReadyServer(subprocesses.start)
+    subprocesses.start = server
     code: object = 1
     try:
         runpy.run_module("bamboo_cli", run_name="__main__", alter_sys=True)
@@ -217,6 +218,7 @@ def _launch(launch: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
+    server.end()
     os._exit(code if isinstance(code, int) else code is not None)
 
 
@@ -226,10 +228,11 @@ class _ReadyServer:
     def __init__(self, start: Any):
         self._start = start
         self._link, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             self._link.close()
-            _serve(far)
+            _serve(far, launcher)
         far.close()
 
     def __call__(self, command: Sequence[str], *, fd: int | None = None, **options: Any) -> subprocess.Popen[bytes]:
@@ -245,6 +248,13 @@ class _ReadyServer:
         self._pid = 0
         return process
 
+    def end(self) -> None:
+        """Ends the server that was not wanted: nothing may be left when the launcher has ended."""
+        if self._pid:
+            self._link.close()
+            with contextlib.suppress(ChildProcessError):  # reaped with the processes of another job
+                os.waitpid(self._pid, 0)
+
 
 class _Adopted(subprocess.Popen[bytes]):
     """A child of this process that was not started by `subprocess`."""
@@ -259,8 +269,11 @@ class _Adopted(subprocess.Popen[bytes]):
         self._sigint_wait_secs = 0.25
 
 
-def _serve(link: socket.socket) -> NoReturn:
+def _serve(link: socket.socket, launcher: int) -> NoReturn:
     """Becomes the fork server when the launcher wants one."""
+    from engine.runtime.process.prctl import die_with_parent
+
+    die_with_parent(launcher)
     packet, fds, *_ = socket.recv_fds(link, 1 << 20, 1)
     if not packet:
         os._exit(0)

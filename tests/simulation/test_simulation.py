@@ -147,7 +147,8 @@ def test_an_early_stop_comes_after_the_same_step_whoever_dies_around_it() -> Non
 
 def test_a_prediction_ends_with_a_whole_pass_whoever_dies_in_it() -> None:
     """A stage without a heir begins again with all workers; a death after the pass costs nothing."""
-    for redundancy, pipelines in (("lazy", 1), ("none", 1), ("none", 2)):
+    shapes: list[tuple[Redundancy, int]] = [("lazy", 1), ("none", 1), ("none", 2)]
+    for redundancy, pipelines in shapes:
         case = Case(3, 2, pipelines, redundancy, predicts=True, steps=1)
         usual = run(case)
         assert (usual.problem, usual.phase) == ("", Phase.FINISHED)
