@@ -160,7 +160,7 @@ BEDS ?= 1
 soak-hosts: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --jobs $(BEDS) --seed $(SEED) $(ONLY:%=--only %)
 
-# Three hosts on a network with round trips of 40 ms, which must cost no host, until one is cut off; as root.
+# Three hosts on a network with round trips of 200 ms, which must cost no host, until one is cut off; as root.
 soak-slow-network: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.slow_network_soak
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.core.deadlines import Deadline, RoundTrips
 from engine.core.errors import CoordinatorUnavailableError
 from engine.runtime.store import etcd_kv
 from engine.runtime.store.etcd_kv import EtcdCalls
@@ -48,7 +49,8 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
         return SimpleNamespace(methods={"Range": method}, metadata=())
 
     monkeypatch.setattr(EtcdCalls, "_connect", connected)
-    monkeypatch.setattr(etcd_kv, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(etcd_kv, "ATTEMPT", Deadline(10**8, 10**8, 4, 3 * 10**8))
+    monkeypatch.setattr(etcd_kv, "_answers", RoundTrips())
     monkeypatch.setattr(etcd_kv, "PAUSE_S", 0.01)
     monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
     monkeypatch.setattr(etcd_kv, "_refuses_since_s", {})
@@ -96,3 +98,23 @@ def test_an_endpoint_is_asked_again_after_a_time(asked: list[Endpoint], monkeypa
     with pytest.raises(CoordinatorUnavailableError):
         calls(GONE, LEADERLESS).call("Range", None)
     assert asked.count(GONE) > 2
+
+
+def test_an_attempt_follows_the_answers_before_it_and_leaves_time_for_another(
+    asked: list[Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_kv, "ATTEMPT", Deadline(3 * 10**8, 10**8, 4, 3 * 10**8))
+
+    def took_s(*endpoints: Endpoint, deadline_s: float) -> float:
+        began_s = time.monotonic()
+        monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
+        assert EtcdCalls(EtcdSettings(endpoints), 9).attempt("Range", None, began_s + deadline_s) is None
+        return time.monotonic() - began_s
+
+    assert took_s(GONE, deadline_s=1) > 0.3, "it may have to connect"
+    assert 0.2 < took_s(GONE, GOOD, deadline_s=0.4) < 0.3, "half of the time is for the other one"
+    monkeypatch.setattr(etcd_kv, "_answers", RoundTrips((10**6,) * 20))
+    assert 0.1 < took_s(GONE, deadline_s=1) < 0.2, "a fast network"
+    monkeypatch.setattr(etcd_kv, "_answers", RoundTrips((10**6,) * 20 + (4 * 10**7,)))
+    assert 0.26 < took_s(GONE, deadline_s=1) < 0.3, "a slow one"
+    assert asked == [GONE] * 4

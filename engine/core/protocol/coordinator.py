@@ -422,7 +422,7 @@ def _ends(state: CoordinatorState, ended: ProcessExit) -> Decided:
 
 def _passes(state: CoordinatorState, passed: ClockTick) -> Decided:
     known = state._replace(places={**state.places, **passed.places})
-    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words))
+    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words, passed.round_trip_ns))
     if not new.membership.leaving:
         return new, outputs
     new, told = says_who_stays(new) if new.membership.phase is Phase.RUNNING else (new, ())
