@@ -2,8 +2,8 @@
 
     test process -> template -> launcher -> fork server -> workers
 
-A launcher that is forked is what a started one is after its imports: a process in a session of its own, with arguments,
-folder, environment (also the one that /proc shows), streams and signals of its own. Its fork server is forked beside it
+A launcher that is forked is what a started one is after its imports: a process in a session of its own, with its
+arguments, folder, environment (also the one that /proc shows), streams, limits of the test process, and signals. Its fork server is forked beside it
 before there is any thread, and takes the place of the first one that the launcher would start; a second one is started
 as always. So a launch costs a third of the processor time, and the suite has hundreds.
 
@@ -21,6 +21,7 @@ import gc
 import io
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -35,6 +36,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 _ROOM = 32768  # bytes for the environment that /proc shows of a fork
+_LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)  # that tests set around a start
 _FORK_SERVER = "engine.runtime.process.forkserver"
 # What the fork server of a launcher has, and what torch, numpy or Python read only once.
 _ENVIRONMENT = {
@@ -144,7 +146,8 @@ def start(
     """
     if fits(arguments, environment):
         launch = {"arguments": [*arguments], "folder": str(folder), "environment": {**environment}}
-        return _template().fork(launch | {"terminal": on_terminal}, streams)
+        limits = {number: resource.getrlimit(number) for number in _LIMITS}
+        return _template().fork({**launch, "terminal": on_terminal, "limits": limits}, streams)
     stdin, stdout, stderr = streams
     return subprocess.Popen(
         [sys.executable, "-m", "bamboo_cli", *arguments],
@@ -195,6 +198,8 @@ def _launch(launch: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     os.closerange(3, max(streams) + 1)
     if launch["terminal"]:
         _control_terminal()
+    for number, limits in launch["limits"].items():
+        resource.setrlimit(int(number), limits)
     os.chdir(launch["folder"])
     _replace_environment(launch["environment"])
     _replace_streams()
