@@ -3,9 +3,10 @@
     test process -> template -> launcher -> fork server -> workers
 
 A launcher that is forked is what a started one is after its imports: a process in a session of its own, with its
-arguments, folder, environment (also the one that /proc shows), streams, limits of the test process, and signals. Its fork server is forked beside it
-before there is any thread, and takes the place of the first one that the launcher would start; a second one is started
-as always. So a launch costs a third of the processor time, and the suite has hundreds.
+arguments, folder, environment (also the one that /proc shows), streams and signals, and the limits of the test process.
+Its fork server is forked beside it before there is any thread, and takes the place of the first one that the launcher
+would start; a second one is started as always. So a launch costs a third of the processor time, and the suite has
+hundreds.
 
 Not for tests of what is imported, or of variables that are read before: those start `bamboo` as a user does.
 """
