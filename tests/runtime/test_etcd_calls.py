@@ -105,16 +105,21 @@ def test_an_attempt_follows_the_answers_before_it_and_leaves_time_for_another(
 ) -> None:
     monkeypatch.setattr(etcd_kv, "ATTEMPT", Deadline(3 * 10**8, 10**8, 4, 3 * 10**8))
 
-    def took_s(*endpoints: Endpoint, deadline_s: float) -> float:
-        began_s = time.monotonic()
-        monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
-        assert EtcdCalls(EtcdSettings(endpoints), 9).attempt("Range", None, began_s + deadline_s) is None
-        return time.monotonic() - began_s
+    waits_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits_s.append)  # that is how long the endpoint that is gone lets a call wait
 
-    assert took_s(GONE, deadline_s=1) > 0.3, "it may have to connect"
-    assert 0.2 < took_s(GONE, GOOD, deadline_s=0.4) < 0.3, "half of the time is for the other one"
+    def limit_s(*endpoints: Endpoint, deadline_s: float) -> float:
+        monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
+        until_s = time.monotonic() + deadline_s
+        assert EtcdCalls(EtcdSettings(endpoints), 9).attempt("Range", None, until_s) is None
+        wait_s, _ = waits_s  # and the pause behind it
+        waits_s.clear()
+        return wait_s
+
+    assert limit_s(GONE, deadline_s=100) == pytest.approx(0.3), "it may have to connect"
+    assert 0.1 <= limit_s(GONE, GOOD, deadline_s=0.4) <= 0.2, "half of the time is for the other one"
     monkeypatch.setattr(etcd_kv, "_answers", RoundTrips((10**6,) * 20))
-    assert 0.1 < took_s(GONE, deadline_s=1) < 0.2, "a fast network"
+    assert limit_s(GONE, deadline_s=100) == pytest.approx(0.104), "a fast network"
     monkeypatch.setattr(etcd_kv, "_answers", RoundTrips((10**6,) * 20 + (4 * 10**7,)))
-    assert 0.26 < took_s(GONE, deadline_s=1) < 0.3, "a slow one"
+    assert limit_s(GONE, deadline_s=100) == pytest.approx(0.26), "a slow one"
     assert asked == [GONE] * 4
