@@ -1,7 +1,8 @@
 """The census of a worker's tensors by slot and kind, after each action of the first steps of a program.
 
 Rules: it reads what replicas, stash and log hold, and changes nothing. The first step of all has no moments yet, so two
-steps are counted; the steps after them hold the same. Weights, moments and buffers are counted at a boundary: inside a
+steps are counted; the steps after them hold the same. A step that begins again, after a fence, is not counted: others
+wait for its replay. Weights, moments and buffers are counted at a boundary: inside a
 step they change with fsdp only. A residual has the size that the trial of its layers found. See
 `engine.core.job.tensor_model` for the kinds and what is left out.
 """
@@ -40,6 +41,7 @@ class TensorCensus:
         self._replicas, self._values, self._streams = replicas, values, streams
         self._entries, self._write = entries, write
         self._left, self._most, self._total = 0, BySlot(), 0
+        self._step, self._counts = -1, False
         self._own: Collection[Slot] = ()
         self._told: tuple[BySlot, BySlot] = {}, {}
         self._state: dict[int, TensorBytes] = {}  # of a stage object in the open step
@@ -50,16 +52,21 @@ class TensorCensus:
         self._left = _STEPS
         self._most, self._total, self._state = {}, 0, {}
 
+    def begin_step(self, step: int) -> None:
+        """Decides whether the actions of a step are counted."""
+        self._counts = self._left > 0 and step != self._step
+        self._step = step
+
     def look(self) -> None:
         """Counts what is there after an action."""
-        if self._left:
+        if self._counts:
             now = self.count()
             if (total := sum(map(sum, now.values()))) > self._total:
                 self._most, self._total = now, total
 
     def end_step(self, step: int) -> None:
         """Records the peak of a step, and what is there at its boundary, if they are others than before."""
-        if not self._left:
+        if not self._counts:
             return
         self._state = {}
         told = self.count(), self._most
