@@ -33,6 +33,7 @@ class JobProcess:
     began_ns: int  # on the monotonic clock
     number: int | None = None
     rank: int | None = None
+    group: int | None = None  # of ranks, such as those of an agent of torchrun
     is_below: bool = False  # below a rank, with its environment
 
     @property
@@ -97,6 +98,12 @@ class JobProcesses:
         process = self.ranks.get(number)
         return None if process is None or process.has_ended else process
 
+    def group(self, number: int) -> tuple[int, ...]:
+        """Returns the ranks of a group whose processes live."""
+        return tuple(
+            rank for rank, process in sorted(self.ranks.items()) if process.group == number and not process.has_ended
+        )
+
     def launching(self) -> JobProcess | None:
         """Returns the process that has started the ranks, the parent of the first one that lives; None without any."""
         parents = (self.alive.get(process.parent) for process in self.ranks.values() if not process.has_ended)
@@ -156,6 +163,7 @@ class JobProcesses:
         variables = dict(line.partition("=")[::2] for line in _environment(process.pid))
         title = _read(process.pid, "comm").strip()
         process.number = self.launcher.rank_of(variables, title)
+        process.group = self.launcher.group_of(variables)
         number = process.number
         if number is None and process.pid == self.root:
             number = self.launcher.root_rank

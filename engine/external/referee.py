@@ -346,7 +346,9 @@ class Referee:
                 self._ongoing.remove(ongoing)
 
     def _begin(self, fault: ExternalFault) -> None:
-        victims = self._victims(fault.target)
+        group = fault.target.group
+        ranks = fault.target.numbers if group is None else self._processes.group(group)
+        victims = self._victims(fault.target, ranks)
         if isinstance(victims, str):
             self._note(EffectSeen(now_ns(), fault.id, victims, why_not=True))
             return
@@ -359,14 +361,14 @@ class Referee:
                 self._note(EffectSeen(now_ns(), fault.id, effect, why_not=True))
                 return
             self._ongoing.append(_Ongoing(fault, effect, at_ns + int(parameters.get("for_ns", 1 << 62))))
-            self._note(StrikeMade(at_ns, fault.id, fault.target.numbers, tuple(each.pid for each in victims)))
+            self._note(StrikeMade(at_ns, fault.id, ranks, tuple(each.pid for each in victims)))
             return
         strike = _Strike(fault, kind, victims, signals_of(kind, parameters), now_ns())
         if self._send(strike, next(strike.signals)):
             self._strikes.append(strike)
             pids = tuple(each.pid for each in victims)
             still_ns = 0 if fault.do == "slow" else int(parameters.get("for_ns", 0))
-            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids, still_ns))
+            self._note(StrikeMade(strike.at_ns, fault.id, ranks, pids, still_ns))
         else:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 
@@ -388,13 +390,17 @@ class Referee:
             strike.kind.shows(sign, value, parameters) for sign, value in signs if sign == "state" or victim.has_ended
         )
 
-    def _victims(self, target: ExternalTarget) -> list[JobProcess] | str:
-        """Returns the processes to strike, or why there are none."""
+    def _victims(self, target: ExternalTarget, ranks: Sequence[int]) -> list[JobProcess] | str:
+        """Returns the processes to strike, those of `ranks` or their children, or why there are none."""
         if target.launcher:
             launching = self._processes.launching()
             return "no process of the job has started its ranks" if launching is None else [launching]
+        if target.group is not None and not ranks:
+            groups = {each.group for each in self._processes.ranks.values() if each.group is not None}
+            seen = ", ".join(map(str, sorted(groups))) or "none"
+            return f"no rank of group {target.group} lives (groups seen: {seen})"
         victims = []
-        for number in target.numbers:
+        for number in ranks:
             process = self._processes.rank(number)
             if process is None:
                 known = ", ".join(map(str, sorted(self._processes.ranks))) or "none"
@@ -437,8 +443,8 @@ def _sources(scenario: ExternalScenario, folder: Path, reported: Path, own: Path
     """Returns where the steps of a job can be read: its own reports first, then what the scenario names."""
     sources: list[ProgressSource]
     progress, sources = scenario.progress, [ReportedSteps(reported)]
-    if progress.output:
-        sources.append(OutputSteps(folder / _LOG, progress.output))
+    if pattern := progress.output or scenario.launcher.progress:
+        sources.append(OutputSteps(folder / _LOG, pattern))
     if progress.jsonl:
         sources.append(JsonSteps(Path(progress.jsonl.replace(_FOLDER, str(own)))))
     if progress.tensorboard:
