@@ -14,12 +14,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.core.checks.silence import RankSign
 from engine.core.faults.launchers import Launcher
 from engine.runtime.process.kernel import process_state
 from engine.runtime.process.subprocesses import is_readable
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 _SETTLED_NS = 10_000_000_000  # until then a process may be a fork that executes a rank, with the environment of one
+_ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -53,6 +55,14 @@ class JobProcess:
         except ProcessLookupError:
             return False
         return True
+
+    def sign(self, step: int) -> RankSign | None:
+        """Returns what the kernel shows of it now, beside its newest step; None behind its end."""
+        fields = _read(self.pid, "stat").rpartition(")")[2].split()
+        unread = _unread_bytes(self.pid)
+        if len(fields) < 20 or self.has_ended:
+            return None
+        return RankSign(self.pid, (int(fields[11]) + int(fields[12])) * _TICK_NS, fields[0], unread, step)
 
     def words(self) -> str:
         """Returns its command, empty behind its end."""
@@ -185,6 +195,34 @@ class JobProcesses:
 
 def _environment(pid: int) -> list[str]:
     return _read(pid, "environ").split("\0")
+
+
+def _unread_bytes(pid: int) -> int:
+    """Returns the bytes that have come over TCP and that a process has not read yet."""
+    waiting = dict[str, int]()
+    for family in ("tcp", "tcp6"):
+        for line in _read(pid, f"net/{family}").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _ESTABLISHED and (unread := int(fields[4].partition(":")[2], 16)):
+                waiting[fields[9]] = unread
+    sockets = (
+        {name for fd in _names(f"/proc/{pid}/fd") if (name := _link(f"/proc/{pid}/fd/{fd}"))} if waiting else set()
+    )
+    return sum(unread for inode, unread in waiting.items() if f"socket:[{inode}]" in sockets)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _read(pid: int, name: str) -> str:

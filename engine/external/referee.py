@@ -31,9 +31,11 @@ from engine.core.checks.external_report import (
     LauncherLine,
     RankBegan,
     RankEnded,
+    RankStill,
     StrikeMade,
 )
 from engine.core.checks.external_verdict import StepReport
+from engine.core.checks.silence import STILL_NS, SilenceWatch
 from engine.core.errors import Problem, UserError
 from engine.core.faults.external import (
     ANY_RANK,
@@ -70,6 +72,7 @@ VARIABLE = "BAMBOO_PROGRESS"  # names the folder of reports to the job
 _TICK_S = 0.005
 _CALM_S = 0.02  # the same when every fault has struck
 _LOOK_NS = 20_000_000  # between two looks for new processes
+_SIGN_NS = 200_000_000  # between two looks at ranks that report nothing
 _ASK_NS = 500_000_000  # between two looks whether the job trains on, and how long it must
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL of a command that this process ends
 _GONE_S = 2.0  # for the processes of a command that has ended
@@ -135,7 +138,9 @@ class Referee:
         self._begun: dict[int, int] = {}  # rank -> processes
         self._reported: set[int] = set()  # pids
         self._files: dict[str, tuple[int, int]] | None = None
-        self._look_ns = self._asked_ns = 0
+        self._look_ns = self._asked_ns = self._sign_ns = 0
+        self._silence = SilenceWatch()
+        self._still: dict[int, str] = {}  # pid -> why, as noted in this silence
         self._output_fd = self._stopping_fd = -1
 
     def run(self, interrupts: Interrupts) -> ExternalRun:
@@ -265,6 +270,7 @@ class Referee:
                 self._note(RankEnded(now, process.rank or 0, process.pid))
             for process in begun:
                 self._note_begun(process)
+            self._look_for_silence(now)
         if any(each.moment.during == "checkpoint" for each in self._pending.left):
             is_writing = self._sees_writing()
             self._view.is_writing = is_writing and bool(self._view.steps)  # files of the start are no checkpoint
@@ -273,6 +279,20 @@ class Referee:
             for rank, times in self._begun.items()
             if times > 1 and (newest := self._processes.rank(rank)) and newest.pid not in self._reported
         )
+
+    def _look_for_silence(self, now: int) -> None:
+        """Notes the ranks that stand still while no step is reported, once in a silence, and again with a reason."""
+        if now < self._sign_ns:
+            return
+        self._sign_ns = now + _SIGN_NS
+        ranks = {rank: each for rank, each in self._processes.ranks.items() if not each.has_ended}
+        signs = {rank: each.sign(self._view.steps.get(rank, -1)) for rank, each in sorted(ranks.items())}
+        known = {rank: sign for rank, sign in signs.items() if sign is not None}
+        for rank, (since_ns, why) in self._silence.look(known, now).items():
+            pid = known[rank].pid
+            if self._still.get(pid) is None or (why and not self._still[pid]):
+                self._still[pid] = why
+                self._note(RankStill(now, rank, pid, since_ns, why))
 
     def _sees_writing(self) -> bool:
         """Returns whether a file of the pattern has appeared or changed since the last look."""
@@ -297,6 +317,9 @@ class Referee:
         if known is not None and known.rank is not None:  # its launcher may count ranks otherwise
             report = report._replace(rank=known.rank)
         self._reported.add(pid)
+        self._silence.step()
+        self._still.clear()
+        self._sign_ns = report.at_ns + STILL_NS // 2
         self._view.steps[ANY_RANK if report.rank is None else report.rank] = report.step
         self._note(report)
 
