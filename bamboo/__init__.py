@@ -17,6 +17,7 @@ _PLACES = {
     "predict": "engine.api.predicting",
     "load_weights": "engine.api.weights",
     "Callback": "engine.observers.loggers",
+    "Launcher": "engine.core.faults.launchers",
     **dict.fromkeys(("progress", "fingerprint"), "bamboo.progress_lines"),
     **dict.fromkeys(("BambooError", "UserError", "ExitCode"), "engine.core.errors"),
 }
@@ -26,6 +27,7 @@ __all__ = [  # the names of the table above
     "BambooError",
     "Callback",
     "ExitCode",
+    "Launcher",
     "TrainingRun",
     "UserError",
     "dry_run",

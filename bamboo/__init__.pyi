@@ -10,12 +10,14 @@ from engine.api.weights import load_weights as load_weights
 from engine.core.errors import BambooError as BambooError
 from engine.core.errors import ExitCode as ExitCode
 from engine.core.errors import UserError as UserError
+from engine.core.faults.launchers import Launcher as Launcher
 from engine.observers.loggers import Logger as Callback
 
 __all__ = [
     "BambooError",
     "Callback",
     "ExitCode",
+    "Launcher",
     "TrainingRun",
     "UserError",
     "dry_run",

@@ -14,12 +14,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.core.checks.silence import RankSign
 from engine.core.faults.launchers import Launcher
 from engine.runtime.process.kernel import process_state
 from engine.runtime.process.subprocesses import is_readable
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
 _SETTLED_NS = 10_000_000_000  # until then a process may be a fork that executes a rank, with the environment of one
+_ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -33,6 +35,7 @@ class JobProcess:
     began_ns: int  # on the monotonic clock
     number: int | None = None
     rank: int | None = None
+    group: int | None = None  # of ranks, such as those of an agent of torchrun
     is_below: bool = False  # below a rank, with its environment
 
     @property
@@ -52,6 +55,14 @@ class JobProcess:
         except ProcessLookupError:
             return False
         return True
+
+    def sign(self, step: int) -> RankSign | None:
+        """Returns what the kernel shows of it now, beside its newest step; None behind its end."""
+        fields = _read(self.pid, "stat").rpartition(")")[2].split()
+        unread = _unread_bytes(self.pid)
+        if len(fields) < 20 or self.has_ended:
+            return None
+        return RankSign(self.pid, (int(fields[11]) + int(fields[12])) * _TICK_NS, fields[0], unread, step)
 
     def words(self) -> str:
         """Returns its command, empty behind its end."""
@@ -96,6 +107,12 @@ class JobProcesses:
         """Returns the process of a rank that lives; None if there is none."""
         process = self.ranks.get(number)
         return None if process is None or process.has_ended else process
+
+    def group(self, number: int) -> tuple[int, ...]:
+        """Returns the ranks of a group whose processes live."""
+        return tuple(
+            rank for rank, process in sorted(self.ranks.items()) if process.group == number and not process.has_ended
+        )
 
     def launching(self) -> JobProcess | None:
         """Returns the process that has started the ranks, the parent of the first one that lives; None without any."""
@@ -156,6 +173,7 @@ class JobProcesses:
         variables = dict(line.partition("=")[::2] for line in _environment(process.pid))
         title = _read(process.pid, "comm").strip()
         process.number = self.launcher.rank_of(variables, title)
+        process.group = self.launcher.group_of(variables)
         number = process.number
         if number is None and process.pid == self.root:
             number = self.launcher.root_rank
@@ -177,6 +195,34 @@ class JobProcesses:
 
 def _environment(pid: int) -> list[str]:
     return _read(pid, "environ").split("\0")
+
+
+def _unread_bytes(pid: int) -> int:
+    """Returns the bytes that have come over TCP and that a process has not read yet."""
+    waiting = dict[str, int]()
+    for family in ("tcp", "tcp6"):
+        for line in _read(pid, f"net/{family}").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _ESTABLISHED and (unread := int(fields[4].partition(":")[2], 16)):
+                waiting[fields[9]] = unread
+    sockets = (
+        {name for fd in _names(f"/proc/{pid}/fd") if (name := _link(f"/proc/{pid}/fd/{fd}"))} if waiting else set()
+    )
+    return sum(unread for inode, unread in waiting.items() if f"socket:[{inode}]" in sockets)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _read(pid: int, name: str) -> str:

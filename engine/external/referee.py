@@ -31,9 +31,11 @@ from engine.core.checks.external_report import (
     LauncherLine,
     RankBegan,
     RankEnded,
+    RankStill,
     StrikeMade,
 )
 from engine.core.checks.external_verdict import StepReport
+from engine.core.checks.silence import STILL_NS, SilenceWatch
 from engine.core.errors import Problem, UserError
 from engine.core.faults.external import (
     ANY_RANK,
@@ -70,6 +72,7 @@ VARIABLE = "BAMBOO_PROGRESS"  # names the folder of reports to the job
 _TICK_S = 0.005
 _CALM_S = 0.02  # the same when every fault has struck
 _LOOK_NS = 20_000_000  # between two looks for new processes
+_SIGN_NS = 200_000_000  # between two looks at ranks that report nothing
 _ASK_NS = 500_000_000  # between two looks whether the job trains on, and how long it must
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL of a command that this process ends
 _GONE_S = 2.0  # for the processes of a command that has ended
@@ -135,7 +138,9 @@ class Referee:
         self._begun: dict[int, int] = {}  # rank -> processes
         self._reported: set[int] = set()  # pids
         self._files: dict[str, tuple[int, int]] | None = None
-        self._look_ns = self._asked_ns = 0
+        self._look_ns = self._asked_ns = self._sign_ns = 0
+        self._silence = SilenceWatch()
+        self._still: dict[int, str] = {}  # pid -> why, as noted in this silence
         self._output_fd = self._stopping_fd = -1
 
     def run(self, interrupts: Interrupts) -> ExternalRun:
@@ -265,6 +270,7 @@ class Referee:
                 self._note(RankEnded(now, process.rank or 0, process.pid))
             for process in begun:
                 self._note_begun(process)
+            self._look_for_silence(now)
         if any(each.moment.during == "checkpoint" for each in self._pending.left):
             is_writing = self._sees_writing()
             self._view.is_writing = is_writing and bool(self._view.steps)  # files of the start are no checkpoint
@@ -273,6 +279,20 @@ class Referee:
             for rank, times in self._begun.items()
             if times > 1 and (newest := self._processes.rank(rank)) and newest.pid not in self._reported
         )
+
+    def _look_for_silence(self, now: int) -> None:
+        """Notes the ranks that stand still while no step is reported, once in a silence, and again with a reason."""
+        if now < self._sign_ns:
+            return
+        self._sign_ns = now + _SIGN_NS
+        ranks = {rank: each for rank, each in self._processes.ranks.items() if not each.has_ended}
+        signs = {rank: each.sign(self._view.steps.get(rank, -1)) for rank, each in sorted(ranks.items())}
+        known = {rank: sign for rank, sign in signs.items() if sign is not None}
+        for rank, (since_ns, why) in self._silence.look(known, now).items():
+            pid = known[rank].pid
+            if self._still.get(pid) is None or (why and not self._still[pid]):
+                self._still[pid] = why
+                self._note(RankStill(now, rank, pid, since_ns, why))
 
     def _sees_writing(self) -> bool:
         """Returns whether a file of the pattern has appeared or changed since the last look."""
@@ -297,6 +317,9 @@ class Referee:
         if known is not None and known.rank is not None:  # its launcher may count ranks otherwise
             report = report._replace(rank=known.rank)
         self._reported.add(pid)
+        self._silence.step()
+        self._still.clear()
+        self._sign_ns = report.at_ns + STILL_NS // 2
         self._view.steps[ANY_RANK if report.rank is None else report.rank] = report.step
         self._note(report)
 
@@ -346,7 +369,9 @@ class Referee:
                 self._ongoing.remove(ongoing)
 
     def _begin(self, fault: ExternalFault) -> None:
-        victims = self._victims(fault.target)
+        group = fault.target.group
+        ranks = fault.target.numbers if group is None else self._processes.group(group)
+        victims = self._victims(fault.target, ranks)
         if isinstance(victims, str):
             self._note(EffectSeen(now_ns(), fault.id, victims, why_not=True))
             return
@@ -359,14 +384,14 @@ class Referee:
                 self._note(EffectSeen(now_ns(), fault.id, effect, why_not=True))
                 return
             self._ongoing.append(_Ongoing(fault, effect, at_ns + int(parameters.get("for_ns", 1 << 62))))
-            self._note(StrikeMade(at_ns, fault.id, fault.target.numbers, tuple(each.pid for each in victims)))
+            self._note(StrikeMade(at_ns, fault.id, ranks, tuple(each.pid for each in victims)))
             return
         strike = _Strike(fault, kind, victims, signals_of(kind, parameters), now_ns())
         if self._send(strike, next(strike.signals)):
             self._strikes.append(strike)
             pids = tuple(each.pid for each in victims)
             still_ns = 0 if fault.do == "slow" else int(parameters.get("for_ns", 0))
-            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids, still_ns))
+            self._note(StrikeMade(strike.at_ns, fault.id, ranks, pids, still_ns))
         else:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 
@@ -388,13 +413,17 @@ class Referee:
             strike.kind.shows(sign, value, parameters) for sign, value in signs if sign == "state" or victim.has_ended
         )
 
-    def _victims(self, target: ExternalTarget) -> list[JobProcess] | str:
-        """Returns the processes to strike, or why there are none."""
+    def _victims(self, target: ExternalTarget, ranks: Sequence[int]) -> list[JobProcess] | str:
+        """Returns the processes to strike, those of `ranks` or their children, or why there are none."""
         if target.launcher:
             launching = self._processes.launching()
             return "no process of the job has started its ranks" if launching is None else [launching]
+        if target.group is not None and not ranks:
+            groups = {each.group for each in self._processes.ranks.values() if each.group is not None}
+            seen = ", ".join(map(str, sorted(groups))) or "none"
+            return f"no rank of group {target.group} lives (groups seen: {seen})"
         victims = []
-        for number in target.numbers:
+        for number in ranks:
             process = self._processes.rank(number)
             if process is None:
                 known = ", ".join(map(str, sorted(self._processes.ranks))) or "none"
@@ -437,8 +466,8 @@ def _sources(scenario: ExternalScenario, folder: Path, reported: Path, own: Path
     """Returns where the steps of a job can be read: its own reports first, then what the scenario names."""
     sources: list[ProgressSource]
     progress, sources = scenario.progress, [ReportedSteps(reported)]
-    if progress.output:
-        sources.append(OutputSteps(folder / _LOG, progress.output))
+    if pattern := progress.output or scenario.launcher.progress:
+        sources.append(OutputSteps(folder / _LOG, pattern))
     if progress.jsonl:
         sources.append(JsonSteps(Path(progress.jsonl.replace(_FOLDER, str(own)))))
     if progress.tensorboard:

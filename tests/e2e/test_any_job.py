@@ -49,7 +49,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Laun
 def test_each_kind_of_fault_has_its_recovery(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text(
         HEAD + "faults:\n"
-        "  - {id: pause, at: {step: 10, rank: 0}, do: pause, for: 200ms}\n"
+        "  - {id: pause, at: {step: 10, rank: 0}, do: pause, for: 2500ms}\n"
         "  - {id: slow, at: {progress: 25%}, target: {rank: 1}, do: slow, factor: 4, for: 200ms}\n"
         "  - {id: kill, at: {step: 35, rank: 1}, do: kill}\n"
         "  - {id: again, at: {during: restart}, target: {rank: 1}, do: kill}\n"
@@ -59,7 +59,8 @@ def test_each_kind_of_fault_has_its_recovery(launch: Launch, tmp_path: Path) -> 
     (run,) = json.loads(done.stdout)["runs"]
     assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
     assert [each["faults"] for each in run["recoveries"]] == [["pause"], ["slow"], ["kill", "again"]]
-    assert run["recoveries"][0]["stall_ms"] > 150
+    assert run["recoveries"][0]["stall_ms"] > 2300
+    assert [each["silent"] for each in run["recoveries"]] == [[0], [], []], "the other rank waits, and works for that"
 
 
 def test_what_a_job_leaves_behind_is_named_and_ended(launch: Launch, tmp_path: Path) -> None:
@@ -110,3 +111,61 @@ def test_a_job_that_runs_already_is_struck_and_left_running(launch: Launch, tmp_
             time.sleep(0.01)
         assert (tmp_path / "step-1").read_text() != reached
         job.terminate()
+
+
+OWN_LAUNCHER = """
+import os, subprocess, sys, time
+
+def rank(number):
+    for step in range(int(sys.argv[1]), 60):
+        time.sleep(0.02)
+        print(f"rank {number} did step {step}", flush=True)
+
+def start(number, first):
+    own = {**os.environ, "MY_RANK": str(number), "GROUP_RANK": str(number // 2)}
+    return subprocess.Popen([sys.executable, __file__, str(first)], env=own)
+
+if "MY_RANK" in os.environ:
+    rank(os.environ["MY_RANK"])
+else:
+    ranks = {number: start(number, 0) for number in range(4)}
+    while any(each.poll() is None for each in ranks.values()):
+        for number, each in ranks.items():
+            if each.poll():
+                print(f"lost {number}, starting it again", flush=True)
+                ranks[number] = start(number, 20)
+        time.sleep(0.01)
+"""
+PACKAGE = """
+from bamboo import Launcher
+
+mine = Launcher(
+    "another name",
+    variables=("MY_RANK",),
+    blame=r"lost (?P<rank>\\d+)",
+    progress=r"rank (?P<rank>\\d+) did step (?P<step>\\d+)",
+)
+"""
+
+
+def test_a_launcher_of_a_package_of_the_user_has_its_ranks_steps_and_blame(launch: Launch, tmp_path: Path) -> None:
+    """Its group is struck as one: both ranks of an agent."""
+    (tmp_path / "job.py").write_text(OWN_LAUNCHER)
+    (tmp_path / "my_adapter.py").write_text(PACKAGE)
+    (tmp_path / "my_adapter-1.0.dist-info").mkdir()
+    (tmp_path / "my_adapter-1.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: my-adapter\nVersion: 1.0\n"
+    )
+    (tmp_path / "my_adapter-1.0.dist-info/entry_points.txt").write_text("[bamboo.launchers]\nmine = my_adapter:mine\n")
+    (tmp_path / "group.yaml").write_text(
+        HEAD.replace("torchrun", "mine") + "faults:\n  - {at: {step: 25, rank: 0}, target: {group: 1}, do: kill}\n"
+        "expect: {culprit: exact, leftovers: none}\n"
+    )
+    command = (sys.executable, str(tmp_path / "job.py"))
+    path = f"{tmp_path}:{ROOT}"
+    done = launch("inject", str(tmp_path / "group.yaml"), "--json", "--", *command, PYTHONPATH=path).wait()
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
+    (recovery,) = run["recoveries"]
+    assert recovery["struck"] == recovery["blamed"] == recovery["ended"] == [2, 3]
+    assert recovery["step"] >= 25 and recovery["lost_steps"] > 0

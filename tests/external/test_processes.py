@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -126,3 +127,19 @@ def test_the_command_itself_is_rank_0_of_a_plain_script() -> None:
         look_until(processes, lambda: bool(processes.ranks))
         assert processes.ranks[0].pid == mine.pid
         processes.close()
+
+
+def test_what_a_process_has_not_read_is_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far, started((SLEEP, MARK | {"RANK": "0"})) as (other,):
+            near.sendall(b"x" * 1234)
+            processes = processes_of(0)
+            look_until(processes, lambda: bool(processes.ranks))
+            sign = processes.ranks[0].sign(7)
+            assert sign is not None and (sign.pid, sign.unread, sign.step) == (other.pid, 0, 7)
+            own = processes._opened(os.getpid())
+            assert own is not None and (mine := own.sign(-1)) is not None and mine.unread == 1234
+            assert mine.cpu_ns > 0
+            os.close(own.pidfd)
+            processes.close()

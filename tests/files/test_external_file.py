@@ -97,3 +97,39 @@ def test_the_schema_of_editors_knows_the_keys_and_no_others() -> None:
     schema = external_schema(external_kinds(kinds()))
     text = json.loads((library() / "external" / "scenario.schema.json").read_text())
     assert text == schema and schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("launchers:Wrong", "launchers:Wrong is no bamboo.Launcher"),
+        ("launchers:blind", r"its blame has no group (?P<pid>...)"),
+        ("launchers:torn", "its title is no regular expression: "),
+        ("launchers:absent", "launchers:absent raises AttributeError: "),
+        ("", "a package adds one by an entry point of the group bamboo.launchers"),
+    ],
+)
+def test_a_launcher_of_a_package_that_cannot_be_used_says_why(
+    value: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = "from bamboo import Launcher as Wrong\nblind, torn = Wrong('a', blame='lost'), Wrong('a', title='(')\n"
+    (tmp_path / "launchers.py").write_text(made)
+    (tmp_path / "launchers-1.dist-info").mkdir()
+    (tmp_path / "launchers-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: launchers\nVersion: 1\n")
+    points = f"[bamboo.launchers]\nour-own = {value}\n" if value else ""
+    (tmp_path / "launchers-1.dist-info/entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    document = read_text(
+        HEAD.replace("torchrun", "our-own") + "faults:\n  - {at: {step: 4, rank: 1}, do: kill}\n", "m.yaml"
+    )
+    with pytest.raises(UserError) as error:
+        load_external(Path("m.yaml"), document, external_kinds(kinds()), TORCHRUN)
+    assert "m.yaml:4:11: launcher: expected one of any, torchft, torchrun, " in str(error.value)
+    assert told in str(error.value)
+
+
+def test_a_group_is_struck_alone() -> None:
+    (fault,) = loaded("faults:\n  - {at: {step: 4, rank: 1}, target: {group: 2}, do: kill}\n").scenario.faults
+    assert fault.target == ExternalTarget(group=2)
+    with pytest.raises(UserError, match=r"faults.0.target: expected a group alone, found ranks beside it"):
+        loaded("faults:\n  - {at: {step: 4}, target: {group: 2, rank: 1}, do: kill}\n")

@@ -56,6 +56,17 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStill:
+    """The process of this rank has stood still since a time; `why` it is the silent one, empty if it may only wait."""
+
+    at_ns: int
+    rank: int
+    pid: int
+    since_ns: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StrikeMade:
     """A fault has struck these processes of these ranks; none is there for a strike of the launcher.
 
@@ -97,16 +108,16 @@ class CommandEnded:
     why: EndReason = "exit"
 
 
-ExternalEvent = RankBegan | RankEnded | StepReport | StrikeMade | EffectSeen | LauncherLine | CommandEnded
+ExternalEvent = RankBegan | RankEnded | RankStill | StepReport | StrikeMade | EffectSeen | LauncherLine | CommandEnded
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalRecovery:
     """What one or more strikes caused; `points_ns` has the end of each phase, `blamed` the ranks that were named.
 
-    Of the `struck` ranks, the processes of those that have `ended` did not live on.
-
-    `lost_steps` were reported before and done again; `step` is the newest one before the strike.
+    `still` are the ranks that stood still in the stall, each with why it is the silent one, or an empty text. Of the
+    `struck` ranks, the processes of those that have `ended` did not live on. `lost_steps` were reported before and done
+    again; `step` is the newest one before the strike.
     """
 
     faults: tuple[str, ...]
@@ -119,6 +130,12 @@ class ExternalRecovery:
     stall: Stall | None
     lost_steps: int
     blamed: tuple[int, ...]
+    still: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """The ranks that the others waited for, as seen from outside."""
+        return tuple(rank for rank, why in self.still.items() if why)
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -136,7 +153,10 @@ class ExternalRecovery:
             stall += ", and no step followed"
         lost = f"; {counted(self.lost_steps, 'step')} lost" if self.resume_ns is not None else ""
         blamed = f"; the launcher blames {numbered('rank', self.blamed, ' and ')}" if self.blamed else ""
-        return f"{' and '.join(self.faults)}: {stall}{f' ({phases})' if phases else ''}{lost}{blamed}"
+        silent = "".join(f"; rank {rank} is silent: {self.still[rank]}" for rank in self.silent)
+        if self.still and not self.silent:
+            silent = f"; {numbered('rank', [*self.still], ' and ')} stood still, and nothing shows which one is silent"
+        return f"{' and '.join(self.faults)}: {stall}{f' ({phases})' if phases else ''}{lost}{blamed}{silent}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the recovery as plain values, times in milliseconds."""
@@ -145,6 +165,7 @@ class ExternalRecovery:
             "struck": list(self.struck),
             "ended": list(self.ended),
             "blamed": list(self.blamed),
+            "silent": list(self.silent),
             "step": self.step,
             "phases_ms": {name: round(time_ns / 1e6, 3) for name, time_ns in self.phases_ns.items()},
             "stall_ms": None if self.stall is None else round(self.stall.least_ns / 1e6, 3),
@@ -278,6 +299,7 @@ class _Group:
             self._stall(before, until_ns),
             self._lost(before),
             tuple(sorted(blamed)),
+            {each.rank: each.why for each in self._within(RankStill) if each.at_ns <= until_ns},
         )
 
     def _points_ns(self, until_ns: int, lines: Sequence[LauncherLine]) -> dict[str, int]:

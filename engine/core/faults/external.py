@@ -55,10 +55,13 @@ class ExternalMoment:
 
 @dataclass(frozen=True, slots=True)
 class ExternalTarget:
-    """The victims: one `rank` or several `ranks`, the `launcher`, or with `child` the children of the ranks."""
+    """The victims: a `rank`, `ranks` or a `group`, the `launcher`, or with `child` the children of the ranks."""
 
     rank: int | None = described(None, "a rank by its number")
     ranks: tuple[int, ...] = described((), "several ranks, struck at the same moment")
+    group: int | None = described(
+        None, "all ranks of a group by its number: an agent of torchrun, a replica group of torchft, a node of Slurm"
+    )
     launcher: bool = described(False, "the process that has started the ranks")
     child: str | None = described(None, "a regular expression: the child of the rank whose command matches")
 
@@ -71,7 +74,7 @@ class ExternalTarget:
         """Returns the victims in words."""
         if self.launcher:
             return "the launcher"
-        ranks = numbered("rank", self.numbers)
+        ranks = numbered("rank", self.numbers) if self.group is None else f"the ranks of group {self.group}"
         return ranks if self.child is None else f"the child {self.child!r} of {ranks}"
 
 
@@ -183,7 +186,7 @@ def _fault_problems(
         hint = f"{fault.id} strikes while one of these files is written"
         yield Problem("checkpoint", "a pattern of files such as out/*.pt", "nothing", hint)
     is_first = fault is scenario.faults[0]
-    if moment.during == "restart" and (is_first or target.launcher):
+    if moment.during == "restart" and (is_first or not target.numbers):
         yield Problem(
             f"{at}.at.during", "a rank, and a fault before", "none", "another fault must make the rank start again"
         )
@@ -191,13 +194,15 @@ def _fault_problems(
 
 def _target_problems(at: str, fault: ExternalFault, launcher: Launcher) -> Iterator[Problem]:
     target = fault.target
-    if fault.do == "disk-full" and (target.numbers or target.launcher):
+    if fault.do == "disk-full" and (target.numbers or target.group is not None or target.launcher):
         yield Problem(f"{at}.target", "no target", target.in_words(), "a disk is full for all processes")
-    elif fault.do == "cut" and (len(set(target.numbers)) != 2 or target.child is not None):
+    elif fault.do == "cut" and (len(set(target.numbers)) != 2 or target.child is not None or target.group is not None):
         yield Problem(f"{at}.target", "two ranks such as ranks: [0, 1]", target.in_words(), "their connections are cut")
-    elif not target.numbers and not target.launcher and fault.do != "disk-full":
-        yield Problem(f"{at}.target", "a rank, ranks or launcher: true", "none of them", "name the victim")
-    if target.launcher and (target.numbers or target.child is not None):
+    elif target.group is not None and target.numbers:
+        yield Problem(f"{at}.target", "a group alone", "ranks beside it", "all its ranks are struck")
+    elif not target.numbers and target.group is None and not target.launcher and fault.do != "disk-full":
+        yield Problem(f"{at}.target", "a rank, ranks, a group or launcher: true", "none of them", "name the victim")
+    if target.launcher and (target.numbers or target.group is not None or target.child is not None):
         yield Problem(f"{at}.target", "the launcher alone", "ranks beside it", "a child is that of a rank")
     if target.launcher and not launcher.has_launcher:
         yield Problem(f"{at}.target.launcher", "a rank", "launcher", f"{launcher.name} has no process above its ranks")

@@ -1,6 +1,7 @@
 """Launchers of training jobs, one row each: how their ranks are recognised, and their words for a failure.
 
-Adding a launcher is adding a row. Patterns are searched in each line of the job's output.
+Adding a launcher is adding a row, or a package of the user with an entry point of the group `LAUNCHERS_GROUP`. Patterns
+are searched in each line of the job's output.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ class Launcher:
     `programs` name it in a command, as programs or modules. The first of `variables` that is in the environment of a
     process is its rank; with `group`, the rank counts the ranks of the groups before. Where none is, the `title` that
     the kernel shows may have the rank. `root_rank` is that of the command itself where nothing says one. `num_ranks`
-    finds their number in the command. `blame` has a group for a rank or a pid; a line that it fits is the launcher's
-    first notice too, as is one that `notice` fits.
+    finds their number in the command. `blame` has a group (?P<rank>...), or local_rank or pid; a line that it fits is
+    the launcher's first notice too, as is one that `notice` fits. `progress` finds steps in the output, with a group
+    (?P<step>...), where a scenario says nothing else.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Launcher:
     several_hosts: str = ""
     blame: str = ""
     notice: str = ""
+    progress: str = ""
     has_launcher: bool = True
 
     def starts(self, words: Sequence[str]) -> int | None:
@@ -51,6 +54,14 @@ class Launcher:
             return int(match[1])
         return rank
 
+    def group_of(self, environment: Mapping[str, str]) -> int | None:
+        """Returns the group of a process: of replicas, of the agent of torchrun, or of the node; None without one."""
+        names = (self.group,) if self.group else _GROUPS
+        return next((int(text) for name in names if (text := environment.get(name, "")).isdecimal()), None)
+
+
+_GROUPS = ("GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK")
+LAUNCHERS_GROUP = "bamboo.launchers"  # of entry points: each is a `Launcher`, under its name
 
 _TORCHRUN = Launcher(
     "torchrun",

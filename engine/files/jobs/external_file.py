@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import Problem
+from engine.core.errors import Problem, nearest
 from engine.core.faults.external import (
     ExternalExpect,
     ExternalFault,
@@ -19,9 +21,9 @@ from engine.core.faults.external import (
     refused_kind,
 )
 from engine.core.faults.fault import FaultKind
-from engine.core.faults.launchers import ANY, LAUNCHERS, PLAIN, launcher_of
+from engine.core.faults.launchers import ANY, LAUNCHERS, LAUNCHERS_GROUP, PLAIN, Launcher, launcher_of
 from engine.core.faults.scenario import Limits
-from engine.core.texts import TRUST_FLAG
+from engine.core.texts import TRUST_FLAG, pattern_error
 from engine.files.jobs.forms import EXTERNAL, Reading, external_fault_form, in_order
 from engine.files.strict_yaml import Document
 
@@ -68,7 +70,7 @@ def load_external(
     words = tuple(command) or own
     if is_run and not (words or is_attached or reading.problems):
         reading.refuse(("command",), "a command", "none", "such as: bamboo inject SCENARIO -- torchrun train.py")
-    launcher = LAUNCHERS.get(values.get("launcher", ANY)) or launcher_of(words)
+    launcher = _launcher(reading, values.get("launcher", ANY), words)
     scenario = ExternalScenario(
         values.get("name", ""),
         values.get("about", "").strip(),
@@ -88,6 +90,37 @@ def load_external(
     if reading.problems:
         raise in_order(reading.problems)
     return LoadedExternal(path, scenario, document, bool(own and not command and not is_attached))
+
+
+def _launcher(reading: Reading, name: str, words: Sequence[str]) -> Launcher:
+    """Returns a known launcher, or that of an installed package, whose code runs for its name only."""
+    if name == ANY or name in LAUNCHERS:
+        return LAUNCHERS.get(name) or launcher_of(words)
+    names = [ANY, *LAUNCHERS, *sorted(entry_points(group=LAUNCHERS_GROUP).names)]
+    hint = nearest(name, names) or f"a package adds one by an entry point of the group {LAUNCHERS_GROUP}"
+    for point in entry_points(group=LAUNCHERS_GROUP, name=name):
+        try:
+            launcher = point.load()
+        except Exception as error:  # of the user's package
+            hint = f"{point.value} raises {type(error).__name__}: {error}"
+            continue
+        hint = _wrong_pattern(launcher) if isinstance(launcher, Launcher) else f"{point.value} is no bamboo.Launcher"
+        if not hint:
+            return replace(launcher, name=name)
+    reading.refuse(("launcher",), f"one of {', '.join(names)}", repr(name), hint)
+    return PLAIN
+
+
+def _wrong_pattern(launcher: Launcher) -> str:
+    """Returns which pattern of a user's launcher cannot be searched, and why; empty if all can."""
+    groups = {"blame": {"rank", "local_rank", "pid"}, "progress": {"step"}}
+    for name in ("title", "num_ranks", "several_hosts", "blame", "notice", "progress"):
+        pattern = getattr(launcher, name)
+        if wrong := pattern_error(pattern):
+            return f"its {name} is no regular expression: {wrong}"
+        if pattern and name in groups and not groups[name] & re.compile(pattern).groupindex.keys():
+            return f"its {name} has no group (?P<{min(groups[name], key=len)}>...)"
+    return ""
 
 
 def trust_problem(loaded: LoadedExternal) -> Problem:
@@ -111,9 +144,13 @@ def _fault(reading: Reading, number: int, value: Any, kinds: Mapping[str, FaultK
     moment = ExternalMoment(
         at.get("step"), at.get("rank"), at.get("progress"), at.get("after"), at.get("during"), at.get("delay", 0)
     )
-    default = None if {"ranks", "launcher"} & target.keys() or do == "disk-full" else moment.rank
+    default = None if {"ranks", "group", "launcher"} & target.keys() or do == "disk-full" else moment.rank
     whom = ExternalTarget(
-        target.get("rank", default), tuple(target.get("ranks", ())), target.get("launcher", False), target.get("child")
+        target.get("rank", default),
+        tuple(target.get("ranks", ())),
+        target.get("group"),
+        target.get("launcher", False),
+        target.get("child"),
     )
     parameters = {each.key: values[each.name] for each in kinds[str(do)].parameters if each.name in values}
     return ExternalFault(values.get("id", f"fault-{number + 1}"), moment, whom, str(do), parameters)

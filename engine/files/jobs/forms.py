@@ -298,7 +298,8 @@ EXTERNAL = _form(
         "the command that starts the job (default: the words behind --)",
     ),
     launcher=_key(
-        Annotated[str, _Words((ANY, *LAUNCHERS))], "the launcher (default, and any: the one that the command names)"
+        _NAME,
+        f"the launcher: {', '.join(LAUNCHERS)}, one of a package, or {ANY} (default: the one that the command names)",
     ),
     progress=_key(_PROGRESS, "where steps are read if no process calls bamboo.progress"),
     steps=_key(_whole(1), "the steps of the whole job"),
