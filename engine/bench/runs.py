@@ -46,7 +46,7 @@ def launch_cases(quick: bool) -> Cases:
     job = Job(stages=2) if quick else Job()
     case = f"gpt, {job.stages} workers"
     cases = {case: partial(_bench_launch, case, job, 1 if quick else 7)}
-    for width, size in ((64, "4 M"), (768, "124 M")):
+    for width, size in ((64, "4 M"), (256, "23 M"), (768, "124 M")):
         for stages in (1, 2):
             case = f"--hf, GPT-2 of {size}, {counted(stages, 'worker')}"
             cases[case] = partial(_bench_start, case, width, stages, 1 if quick else 5)

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checkpoint_rules import Resumption
@@ -30,6 +30,7 @@ from engine.core.faults.scenario import Scenario, scenario_plain
 from engine.core.history.process_records import CheckRecord, ComparisonRecord, EndedRecord, Result, VerdictRecord
 from engine.core.history.run_records import ConfirmedRecord, RaisedRecord, ScenarioRecord, StampedRecord
 from engine.core.hosts.notice_answer import NoticeFrom
+from engine.core.job.hugging_face import MODEL
 from engine.core.job.job import Job
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def case_of_job(resolved: ResolvedJob, scenario: Scenario, **options: Any) -> Ca
     from engine.core.faults.expansion import expand
 
     job = resolved.job
-    name = job.name or folder_name(job.model.rpartition(":")[2].replace("_", "-"), "model")
+    model = str(job.model_args.get("path", "")) if job.model == MODEL else job.model.rpartition(":")[2]
+    name = job.name or folder_name(PurePath(model).name.replace("_", "-"), "model")
     options |= {"origin": resolved.origin, "init": resolved.init}
     return Case(name, scenario, expand(scenario, job.seed), resolved.origins, **options)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.core.checks.trajectory import trajectory_hash
 from engine.core.errors import UserError
 from engine.core.job.job import Job
 from engine.models.data_sources import open_data
@@ -310,14 +311,20 @@ def compiled() -> nn.Module:
     return Compiled(Whole(AsksForTracer()))
 
 
-@pytest.mark.parametrize("kind", [ByBatch, LogitsByBatch])
-def test_a_forward_may_take_all_columns_as_one_dict(kind: Any, tmp_path: Any) -> None:
-    job = job_of(kind, stages=2)
+def encoded(samples: list[dict[str, Any]]) -> Any:
+    """Returns a microbatch as a tokenizer of transformers does."""
+    from transformers import BatchEncoding
+
+    return BatchEncoding({name: torch.stack([torch.as_tensor(each[name]) for each in samples]) for name in samples[0]})
+
+
+@pytest.mark.parametrize(("kind", "collate"), [(ByBatch, f"{HERE}:encoded"), (LogitsByBatch, "")])
+def test_a_forward_may_take_all_columns_as_one_dict(kind: Any, collate: str, tmp_path: Any) -> None:
+    job = job_of(kind, stages=2, collate=collate)
     found, state = weights(job, tmp_path)
     assert_equal(state, plain_loop(job))
     ending = run_in_threads(job, parse_kills(["1:1:B:1"], job))
-    assert ending.error is None
-    assert found
+    assert (ending.error, trajectory_hash(ending.view.run_state.rows)) == (None, found)
 
 
 def test_the_layers_do_not_depend_on_the_number_of_steps() -> None:

@@ -24,6 +24,7 @@ from engine.models.model_loader import build_model
 from engine.runtime.checkpoint.outputs import merged_outputs
 from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import build_layer
+from engine.runtime.worker import layer_costs
 from engine.runtime.worker.validation import Prediction, Validation, unmeasured
 from tests.runtime.small_jobs import borders_of
 
@@ -299,8 +300,11 @@ def test_metrics_without_an_output_are_refused_with_the_ways_out(made: type[nn.M
     build_model(replace(job, metrics="perplexity"), data.facts, data)
 
 
-def test_a_set_of_which_nothing_would_be_measured_is_refused() -> None:
+def test_a_set_of_which_nothing_would_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_costs, "set_up", lambda settings: None)  # of the whole process
     job = job_of(ByToken, sequences, microbatch_size=16)
     source = open_data(job)
     with pytest.raises(UserError, match=r"at least 16 samples \(microbatch_size\) .* found 11 in short"):
         unmeasured(job, build_model(job, source.facts, source), source)
+    with pytest.raises(UserError, match=r"at least 16 samples .* or --validate-every 0"):
+        layer_costs.layer_costs(job)  # as with --dry-run --build

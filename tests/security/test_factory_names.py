@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.core.job.job import FACTORY
+from engine.core.faults.scenario import Scenario
+from engine.core.job.hugging_face import MODEL
+from engine.core.job.job import FACTORY, Job
+from engine.files.jobs.resolved_job import ResolvedJob
 from engine.files.run_folder import RUN_NAME
 from engine.harness import matrix_runner
-from engine.harness.case import folder_name
+from engine.harness.case import case_of_job, folder_name
 from tests.e2e.launcher import Launcher
 
 MODULE = """
@@ -59,6 +63,17 @@ def test_any_text_gives_a_folder_a_name(text: str, name: str) -> None:
     """Before, the name of a factory became a part of the folder's name as it was."""
     assert folder_name(text, "model") == name
     assert re.fullmatch(RUN_NAME, f"20260101-000000-{name}-0000")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("org/Llama_3.1", "llama-3.1"), ("/models/gpt2/", "gpt2"), ("../..", "model"), ("", "model")]
+)
+def test_a_run_with_a_model_of_transformers_has_the_name_of_the_model(path: str, name: str) -> None:
+    """Before, all had that of the factory, pretrained."""
+    job = Job(model=MODEL, model_args={"path": path})
+    for own, expected in (("", name), ("mine", "mine")):
+        named = replace(job, name=own)
+        assert case_of_job(ResolvedJob(named, {}), Scenario("", "", named, ())).name == expected
 
 
 @pytest.mark.parametrize("name", ["m:_f", "m:\u00dcnet", "\u00fc.\u00f6:\u6a21\u578b", "_m._n:_1"])

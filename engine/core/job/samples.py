@@ -117,7 +117,7 @@ def left_out(job: Job, sets: EvaluationSets) -> tuple[str, ...]:
     parts = [part for part in parts_of(job, sets) if part.rows < job.microbatch_size]
     why = "the loss that the forward returns is known for whole microbatches only"
     if empty := [part for part in parts if part.number == 0]:
-        hint = f"{why}: more samples, a smaller microbatch_size, or a model that returns its output"
+        hint = f"{why}: more samples, a smaller microbatch_size, a model that returns its output, or --validate-every 0"
         expected = f"at least {job.microbatch_size} samples (microbatch_size) in an evaluation set"
         raise UserError([Problem("data", expected, f"{each.rows} in {each.name}", hint) for each in empty])
     return tuple(

@@ -21,6 +21,7 @@ from engine.runtime.stage.class_optimizer import check_groups
 from engine.runtime.stage.memory_watch import stage_bytes
 from engine.runtime.stage.stage import Stage, cut_off, later_uses, stage_of
 from engine.runtime.transport.transport import border_of
+from engine.runtime.worker.validation import unmeasured
 from engine.runtime.worker.worker import partition_of
 
 
@@ -34,6 +35,7 @@ def layer_costs(job: Job) -> dict[str, Any]:
     set_up(settings_of(job))
     data = open_data(job)
     model = build_model(job, data.facts, data)
+    notes = [*model.notes, *unmeasured(job, model, data)]
     starts = partition_of(job, model, data, HOST)
     batch = data.microbatch(0, 0, 0, job.microbatch_size)
     values, layers = batch.inputs, dict[int, nn.Module]()
@@ -60,7 +62,7 @@ def layer_costs(job: Job) -> dict[str, Any]:
         values = cut_off(outputs)
     check_groups(job, model, layers)
     again = sum(layers[index].get_parameter(name).numel() for index, name in later_uses(model.ties))
-    return {"layers": rows, "parameters": sum(row["parameters"] for row in rows) - again, "notes": list(model.notes)}
+    return {"layers": rows, "parameters": sum(row["parameters"] for row in rows) - again, "notes": notes}
 
 
 if __name__ == "__main__":
