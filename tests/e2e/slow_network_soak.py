@@ -126,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--round-trip-ms", type=float, default=200.0)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--leader", action="store_true", help="the host that is cut off leads etcd, too")
     parser.add_argument("--switch", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.switch:
@@ -143,8 +144,11 @@ def main() -> None:
             print(f"{len(early)} verdicts in {given.minutes:g} minutes and {steps} steps", *early, sep="\n")
             if early:
                 raise SystemExit(1)
+            lost = next(host for host in bed.hosts if host.name in told)
+            if given.leader:
+                etcd.lead(lost)
             cut_ns = time.monotonic_ns()
-            next(host for host in bed.hosts if host.name in told).cut()
+            lost.cut()
             ((at_ns, reason), *_) = verdicts(waited_for(folder, _LOST_S, is_lost=True))
             print(f"the verdict came {(at_ns - cut_ns) / 1e9:.2f} s after the cut: {reason}")
 
