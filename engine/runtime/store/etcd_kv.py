@@ -166,8 +166,8 @@ class EtcdCalls:
                 if len(asked) == 1:
                     self._attempt(due[0], method, request, timeout_s, came)
                 else:
-                    for each in due:
-                        given = (each, method, request, timeout_s, came)
+                    for endpoint in due:
+                        given = (endpoint, method, request, timeout_s, came)
                         threading.Thread(target=self._attempt, args=given, name="etcd", daemon=True).start()
                 try:
                     answer = came.get(timeout=max(0.0, until_s - time.monotonic()) + PAUSE_S)
