@@ -113,7 +113,8 @@ class EtcdSettings:
 
     def nearest(self, address: str) -> EtcdSettings:
         """Returns the settings for the host of an address: its own member comes first, and ends with it only."""
-        return replace(self, endpoints=tuple(sorted(self.endpoints, key=lambda each: not is_at(each, address))))
+        ordered = sorted(self.endpoints, key=lambda endpoint: not is_at(endpoint, address))
+        return replace(self, endpoints=tuple(ordered))
 
 
 def is_at(endpoint: Endpoint | SocketEndpoint, address: str) -> bool:
