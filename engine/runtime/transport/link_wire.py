@@ -66,8 +66,8 @@ class Wire:
         if self._end.family == socket.AF_UNIX:
             return True
         (waiting,) = struct.unpack("i", fcntl.ioctl(self._end.fileno(), termios.TIOCOUTQ, bytes(4)))
-        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        segment, now_us, segments, least_us, rate = _TCP_INFO.unpack(info)
+        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)  # an old kernel tells less
+        segment, now_us, segments, least_us, rate = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
         most_us = 2 * least_us + _AHEAD_US
         most = min(segment * segments, rate * most_us / 1e6) if now_us <= most_us else 0
         return bool(waiting <= max(_LEAST_BYTES, most))
