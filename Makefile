@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -163,6 +163,10 @@ soak-hosts: $(TEST_STAMP)
 # Three hosts on a network with round trips of 200 ms, which must cost no host, until one is cut off; as root.
 soak-slow-network: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.slow_network_soak
+
+# Messages of training beside state on a link of 40 Mbit/s, as root: half a minute.
+soak-slow-link: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.slow_link_soak
 
 # A real Slurm of three nodes, of Debian's packages, in namespaces, as root: some three minutes on two cores.
 soak-slurm: $(TEST_STAMP)

@@ -70,7 +70,7 @@ def run_host(values: JobValues, given: dict[str, Any], run: Callable[..., Any]) 
     problems += problems_of(options, resolved.job if resolved else None, is_own_address)
     if problems or etcd is None or resolved is None or case is None:  # which are problems too
         raise UserError(problems)
-    job, seen = resolved.job, screen()
+    job, seen, etcd = resolved.job, screen(), etcd.nearest(options.address)
     faults = "; ".join(f"{each.id}: {each.in_words(job.slot_noun)}" for each in case.faults)
     on = partial(run, case, etcd, seen)
     ended = run_on_hosts(job, case.name, replace(options, faults=faults), given["patience_s"], etcd, seen, on)

@@ -38,6 +38,9 @@ SILENT = Deadline(usual_ns=2_000 * _MS, base_ns=800 * _MS, factor=5, most_ns=10_
 BACK = Deadline(usual_ns=200 * _MS, base_ns=200 * _MS, factor=6, most_ns=3_000 * _MS)
 RENEWAL = Deadline(usual_ns=3_000 * _MS, base_ns=700 * _MS, factor=4, most_ns=3_000 * _MS)
 ATTEMPT = Deadline(usual_ns=3_000 * _MS, base_ns=1_000 * _MS, factor=4, most_ns=3_000 * _MS)
+# What a lease has beyond the time that was asked for: after the end of its leader a store has to elect one, to which
+# each member connects anew before it passes a renewal on.
+LEASE_MORE = Deadline(usual_ns=0, base_ns=0, factor=12, most_ns=15_000 * _MS)
 # From the end of a host until all hear of it; a broken transfer is no proof before.
 LATER_NS = BACK.usual_ns + 500 * _MS
 

@@ -15,20 +15,34 @@ from engine.core.errors import InvariantError, required
 #
 #     48 bytes, little-endian, each field an unsigned number of 64 bits
 #     epoch    of the group in which the message was sent; an older one than the reader's is read and dropped
-#     key      of the message: program order or aside, and its number
+#     key      of the message: its lane, and its number
 #     total    bytes of the whole message
 #     start    of this piece in the message
 #     length   bytes of this piece
 #     offset   of the piece in the ring of the link, or `INLINE`: it follows the header
 #
-# Rules: the pieces of a message come in order, and nothing comes between them but a message of a newer epoch. A message
-# without bytes is one piece without bytes.
+# Rules: the pieces of a message come in order, and nothing comes between them but a message of a newer epoch, or pieces
+# of a message of state between those of another one, and the other way round. A message without bytes is one piece.
 
 _FORM = struct.Struct("<6Q")
 HEADER_BYTES = _FORM.size
 INLINE = (1 << 64) - 1
 MOST_BYTES = 1 << 40  # of a message: a length beyond is an accident or an attack
 ALIGNMENT = 64  # of each tensor in a message: the receiver views its bytes in place
+
+# The last two bits of a key: a message in program order, aside, or aside with state for another worker, which training
+# does not wait for.
+IN_ORDER, ASIDE, STATE = 0, 1, 2
+
+
+def key_of(number: int, lane: int) -> int:
+    """Returns the key of a message by its number in a lane."""
+    return 4 * number + lane
+
+
+def is_state(key: int) -> bool:
+    """Returns whether a message is of the lane of state."""
+    return key % 4 == STATE
 
 
 class Frame(NamedTuple):
@@ -187,7 +201,7 @@ class RingSpace:
 
 # The messages of a link as their pieces come, and those of a group as they meet their receives.
 #
-#     Incoming    the one message of a link that has begun and not ended
+#     Incoming    the messages of a link that have begun and not ended: one of state, and one of others
 #     Mailbox     awaited messages, early ones, those of an older epoch
 #
 # Rules: a piece of an older epoch than the reader's is dropped, however much of its message has come. A message of a
@@ -199,12 +213,11 @@ Receive = TypeVar("Receive")
 
 
 class Incoming(Generic[Room]):
-    """The open message of one link; `room_of` returns the memory for the message of a frame."""
+    """The open messages of one link; `room_of` returns the memory for the message of a frame."""
 
     def __init__(self, room_of: Callable[[Frame], Room]):
         self._room_of = room_of
-        self._open: tuple[Frame, Room] | None = None
-        self._got = 0
+        self._open: dict[bool, tuple[Frame, Room, int]] = {}  # by `is_state`; with the bytes that have come
 
     def begins(self, frame: Frame, floor: int) -> Room | None:
         """Returns the memory of the message to which a piece belongs; None if it is of an epoch before `floor`.
@@ -213,24 +226,29 @@ class Incoming(Generic[Room]):
         """
         if frame.epoch < floor:
             return None
-        if self._open is not None and self._open[0].epoch < floor:
-            self._open = None
+        lane = is_state(frame.key)
+        known = self._open.get(lane)
+        if known is not None and known[0].epoch < floor:
+            known = None
         if frame.start == 0:
-            if self._open is not None and self._open[0].epoch >= frame.epoch:
+            if known is not None and known[0].epoch >= frame.epoch:
                 raise InvariantError(f"a message begins inside another one of its epoch: {frame}")
-            self._open, self._got = (frame, self._room_of(frame)), 0
-        elif self._open is None or self._open[0][:3] != frame[:3] or self._got != frame.start:
+            known = frame, self._room_of(frame), 0
+        elif known is None or known[0][:3] != frame[:3] or known[2] != frame.start:
             raise InvariantError(f"a piece of a message is out of order: {frame}")
-        return self._open[1]
+        self._open[lane] = known
+        return known[1]
 
     def ended(self, frame: Frame, floor: int) -> Room | None:
         """Takes in the end of a piece; returns the memory of its message if that is whole, and of no older epoch."""
-        if frame.epoch < floor or self._open is None:
+        lane = is_state(frame.key)
+        if frame.epoch < floor or lane not in self._open:
             return None
-        self._got += frame.length
-        if self._got < frame.total:
+        first, room, got = self._open[lane]
+        if got + frame.length < frame.total:
+            self._open[lane] = first, room, got + frame.length
             return None
-        room, self._open = self._open[1], None
+        del self._open[lane]
         return room
 
 

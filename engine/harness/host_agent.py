@@ -58,6 +58,7 @@ from engine.runtime.agent.host_registry import (
     HostOutcome,
     HostRegistry,
     KeptLease,
+    lease_s,
     network_of,
     new_certificate,
 )
@@ -127,7 +128,7 @@ def run_on_hosts(
         interrupts = stack.enter_context(holding())
         clients = (EtcdKV(etcd, root), EtcdKV(etcd, root), EtcdKV(etcd, root, _REVOKE_S))  # one for each kind of call
         kv, lease_kv, watch_kv = (stack.enter_context(contextlib.closing(client)) for client in clients)
-        keeper = KeptLease(lease_kv, options.lease_s, lease_kv.allow)
+        keeper = KeptLease(lease_kv, lease_s(lease_kv, options.lease_s), lease_kv.allow)
         stack.callback(back := partial(_give_back, keeper))
         lease, facts = keeper.lease, _facts(job, options)
         own = RegisteredHost(options.node, secrets.token_hex(8), options.address, lease.lease_id, facts)

@@ -16,7 +16,7 @@ from typing import Any
 from engine.codec.records import encoded
 from engine.core.checks.expectations import HostStrike
 from engine.core.errors import EnvironmentLacksError
-from engine.core.faults.fault import LEADER, Fault, Host, InStep, Worker, chosen_host
+from engine.core.faults.fault import LEADER, STRIKES_NO_PROCESS, Fault, Host, InStep, Worker, chosen_host
 from engine.core.history.evidence import linked_lines
 from engine.core.history.process_records import EndedRecord, on_clock
 from engine.core.history.run_records import CommitRecord, JobRecord, Record, StampedRecord
@@ -273,7 +273,7 @@ class HostStriker:
             chosen = next((name for name, host in left.items() if _struck_workers(fault, workers_of(host))), None)
         workers = {} if chosen is None else workers_of(left[chosen])
         pids = [] if chosen is None else self._struck_pids(fault, left[chosen], workers)
-        if chosen is None or not (pids or fault.do == "noop-host"):
+        if chosen is None or not (pids or fault.do in STRIKES_NO_PROCESS):
             self._say(f"{fault.id} finds nothing to strike: {fault.in_words('stage')}")
             return
         host = left[chosen]
@@ -295,7 +295,7 @@ class HostStriker:
     def _struck_pids(self, fault: Fault, host: BedHost, workers: Mapping[int, int]) -> list[int]:
         """Returns the processes whose end confirms the effect of a fault."""
         match fault.do:
-            case "noop-host":
+            case "noop-host" | "slow-network":
                 return []
             case "kill-etcd-leader":
                 member = self._etcd.member_pid(host)
@@ -313,6 +313,8 @@ class HostStriker:
         match fault.do:
             case "noop-host":
                 pass
+            case "slow-network":
+                host.slow_network()
             case "power-off":
                 host.power_off()
             case "cut-host":

@@ -30,11 +30,13 @@ from engine.runtime.store.embedded_etcd import find_etcd
 # Rules:
 # - The kernel removes a bed also after a crash: the init of the outer namespaces dies with the thread that made the
 #   bed, which must be the main one; with that init die all processes in them, and with the last process each namespace.
+# - A switch can take the place of the bridge, and carry each packet later.
 # - Nothing outside reaches into a bed over the network, and nothing in it reaches out. Files are those of this machine.
 # - A host whose power is cut loses its link first, so that no word of its dying processes leaves it.
 
 
 NETWORK = "10.99.0.0/24"
+SLOW_MS = 200.0
 _BRIDGE = "bridge"
 _START_S, _CALL_S, _END_S = 10.0, 10.0, 5.0
 # The init of a host: its name, its loopback, a word, and then it sleeps.
@@ -104,6 +106,10 @@ class BedHost:
         """Cuts its link: packets are lost in both directions, and no connection ends by that."""
         self._bed.call("ip", "link", "set", self._link, "down")
 
+    def slow_network(self) -> None:
+        """Slows the network of this host and of all others of its bed."""
+        self._bed.slow()
+
     def power_off(self) -> None:
         """Cuts its link, then kills all its processes at once."""
         self.cut()
@@ -151,6 +157,14 @@ class HostBed:
     def call(self, *command: str) -> None:
         """Runs a program beside the bridge; raises EnvironmentLacksError if it fails."""
         _checked([*_entering(self._pid), "--", *command])
+
+    def slow(self, round_trip_ms: float = SLOW_MS) -> None:
+        """Lets a round trip between two hosts take so long from now on."""
+        links = [f"to-{host.name}" for host in self.hosts if host.is_on]
+        module = ["-S", "-P", "-m", "engine.harness.slow_switch", str(round_trip_ms / 2)]
+        command = [*_entering(self._pid), "--", sys.executable, *module, *links]
+        self._starters.append(_piped(command, {**os.environ, "PYTHONPATH": subprocesses.python_path()}))
+        _ready(self._starters[-1])
 
     def close(self) -> None:
         """Kills all processes of all hosts and waits for their end."""

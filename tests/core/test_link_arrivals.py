@@ -15,10 +15,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.links import Arrival, Frame, Incoming, Mailbox
+from engine.core.links import Arrival, Frame, Incoming, Mailbox, is_state
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
 
-KEYS = (1, 2)
+KEYS = (1, 2, 5)  # aside, of the lane of state, aside
 
 
 class Read(NamedTuple):
@@ -136,11 +136,11 @@ def test_what_was_sent_in_the_epoch_of_the_reader_arrives_once_and_in_order(give
 # Each of these is a small case of the property above; a planted bug must fail the one that is named after it.
 OLD = [(1, 100, 100, None), Enter(), Post(1), Read(300)]
 HALF = [(1, 100, 40, 1), Read(300), Enter(), (1, 100, 40, None), Post(1), Read(300)]
-INSIDE = [(1, 100, 40, 1), (2, 60, 60, None), Read(300), Enter(), Post(2), Post(1)]
+INSIDE = [(1, 100, 40, 1), (5, 60, 60, None), Read(300), Enter(), Post(5), Post(1)]
 EARLY = [Fence(), (1, 100, 100, None), Read(300), Enter(), Post(1)]
 SEVERAL = [Post(1), (1, 10, 10, None), (1, 20, 10, None), (1, 30, 10, None), Read(300), Read(300), Post(1), Post(1)]
 
-TWO = [Post(2), Post(1), Post(1), (1, 10, 10, None), (1, 10, 10, None)]  # both receives have memory of this size
+TWO = [Post(5), Post(1), Post(1), (1, 10, 10, None), (1, 10, 10, None)]  # both receives have memory of this size
 
 
 @pytest.mark.parametrize("case", [OLD, HALF, INSIDE, EARLY, SEVERAL, TWO])
@@ -173,8 +173,9 @@ class CompletesHalf(Incoming[bytearray]):
 
     def begins(self, frame: Frame, floor: int) -> bytearray | None:
         """Goes on in the memory that is there."""
-        if self._open is not None and frame.start == 0:
-            return self._open[1]
+        known = self._open.get(is_state(frame.key))
+        if known is not None and frame.start == 0:
+            return known[1]
         return super().begins(frame, floor)
 
 

@@ -10,7 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.links import HEADER_BYTES, MOST_BYTES, Frame, FrameReader, Incoming, RingSpace, aligned, unpacked
+from engine.core.links import (
+    HEADER_BYTES,
+    IN_ORDER,
+    MOST_BYTES,
+    STATE,
+    Frame,
+    FrameReader,
+    Incoming,
+    RingSpace,
+    aligned,
+    is_state,
+    key_of,
+    unpacked,
+)
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
 from tests.doubles.faulty_links import KINDS, Fate, FaultyLinks, Kind, LinkFault
 
@@ -141,10 +154,10 @@ ONE = Frame(5, 1, 10, 0, 4)
     "piece",
     [
         ONE,  # it begins again
-        Frame(5, 2, 10, 0, 10),  # another one begins inside of it
+        Frame(5, 5, 10, 0, 10),  # another one begins inside of it
         Frame(5, 1, 10, 5, 5),  # a gap
         Frame(5, 1, 10, 3, 5),  # some bytes twice
-        Frame(5, 2, 10, 4, 6),  # of another key
+        Frame(5, 5, 10, 4, 6),  # of another key
         Frame(5, 1, 11, 4, 6),  # of another size
         Frame(6, 1, 10, 4, 6),  # of another epoch
     ],
@@ -159,6 +172,25 @@ def refuses(piece: Frame, kind: Callable[..., Incoming[bytearray]]) -> None:
     assert incoming.ended(ONE, 5) is None
     with pytest.raises(InvariantError):
         incoming.begins(piece, 5)
+
+
+def test_pieces_of_state_come_between_those_of_another_message_and_neither_is_mixed_up() -> None:
+    rooms: dict[int, bytearray] = {}
+    incoming: Incoming[bytearray] = Incoming(lambda frame: rooms.setdefault(frame.key, bytearray(frame.total)))
+    order, state = key_of(1, IN_ORDER), key_of(1, STATE)
+    wholes = []
+    for key, total, start, length in [
+        (state, 9, 0, 4),
+        (order, 8, 0, 5),
+        (state, 9, 4, 1),
+        (order, 8, 5, 3),
+        (state, 9, 5, 4),
+    ]:
+        frame = Frame(5, key, total, start, length)
+        assert incoming.begins(frame, 5) is rooms[frame.key]
+        wholes.append(incoming.ended(frame, 5))
+    assert [whole is not None for whole in wholes] == [False, False, False, True, True]
+    assert wholes[3] is rooms[order] and wholes[4] is rooms[state]
 
 
 def test_the_rest_of_nothing_is_refused() -> None:
@@ -180,7 +212,8 @@ class Unasked(Incoming[bytearray]):
 
     def begins(self, frame: Frame, floor: int) -> bytearray | None:
         """Takes the memory that is there."""
-        return super().begins(frame, floor) if self._open is None else self._open[1]
+        known = self._open.get(is_state(frame.key))
+        return super().begins(frame, floor) if known is None else known[1]
 
 
 def test_a_reader_that_loses_half_a_header_is_found() -> None:

@@ -55,16 +55,16 @@ RUNS: tuple[tuple[str, ...], ...] = (
 )
 # The waits beyond the bubbles are real: for a busy machine, and for what lies between two actions of others.
 LIMITS = {"wall clock": 0.01, "memory": 0.05, "bubbles": 0.03, "waits": 0.06, "sampler": 0.03}
-FORWARD_MS, BACKWARD_MS = 100.0, 200.0
 _TIMED = (
     *("--model", "timed", "--steps", "6", "--microbatches", "4", "--validate-every", "0", "--audit", "0"),
-    *("--set", f"model_args.forward_ms={FORWARD_MS}", "--set", f"model_args.backward_ms={BACKWARD_MS}"),
     *("--redundancy", "none", "--checkpoint-every", "0"),
 )
+# The milliseconds of a forward, of which a backward takes twice as many, and the flags.
 TIMED = (
-    (*_TIMED, "--stages", "4", "--set", "model_args.layers=4"),
-    (*_TIMED, "--stages", "3", "--set", "model_args.layers=3", "--schedule", "gpipe"),
-    (*_TIMED, "--stages", "2", "--set", "model_args.layers=2", "--pipelines", "2"),
+    (100.0, ("--stages", "4", "--set", "model_args.layers=4")),
+    (100.0, ("--stages", "3", "--set", "model_args.layers=3", "--schedule", "gpipe")),
+    (100.0, ("--stages", "2", "--set", "model_args.layers=2", "--pipelines", "2")),
+    (20.0, ("--stages", "4", "--set", "model_args.layers=4", "--microbatches", "8")),
 )
 SAMPLED = (
     *("--model", "mlp", "--set", "model_args.width=1024", "--microbatch-size", "512", "--steps", "12"),
@@ -106,11 +106,11 @@ def off_the_prediction(run: RunTables) -> float:
     return float((tensors["total_mib"] / tensors["predicted_mib"] - 1).abs().max())
 
 
-def off_the_dry_run(run: RunTables) -> tuple[float, float]:
+def off_the_dry_run(run: RunTables, forward_ms: float) -> tuple[float, float]:
     """Returns by which share the waits in a step, and the bubbles, differ from those of the dry run."""
     job, epoch = run.job, run.epochs[0]
     ownership = Ownership(job.grid, epoch.owners, epoch.shadows)
-    costs: Mapping[Op, float] = {Op.F: FORWARD_MS, Op.B: BACKWARD_MS}
+    costs: Mapping[Op, float] = {Op.F: forward_ms, Op.B: 2 * forward_ms}
     program = build_program(job.schedule, ownership, job.redundancy)
     walked = dry_run(program, ownership, lambda action: costs.get(action.op, 0.0))
     busy_ms = sum(span.end - span.start for span in walked.spans)
@@ -176,11 +176,14 @@ def main() -> int:
             worst |= {what: max(worst.get(what, 0.0), share) for what, share in shares.items()}
             told = ", ".join(f"{what} {share:.2%}" for what, share in shares.items())
             print(f"{told}  {' '.join(flags)}", flush=True)
-        for flags in TIMED:
-            waits, bubble = off_the_dry_run(trained(folder, flags)[0])
+        for forward_ms, flags in TIMED:
+            took = ("--set", f"model_args.forward_ms={forward_ms}", "--set", f"model_args.backward_ms={2 * forward_ms}")
+            waits, bubble = off_the_dry_run(trained(folder, (*_TIMED, *took, *flags))[0], forward_ms)
             worst["waits"] = max(worst.get("waits", 0.0), abs(waits))
             worst["bubbles"] = max(worst.get("bubbles", 0.0), abs(bubble))
-            print(f"dry run    waits {waits:+.2%}, bubbles {bubble:+.2%}  {' '.join(flags[len(_TIMED) :])}", flush=True)
+            print(
+                f"dry run    waits {waits:+.2%}, bubbles {bubble:+.2%}  {forward_ms:g} ms {' '.join(flags)}", flush=True
+            )
         (folder / "latest").unlink()
         sampler = Sampler(folder)
         sampler.start()

@@ -117,3 +117,13 @@ def test_a_secret_is_shown_to_nobody_who_prints() -> None:
     settings = EtcdSettings((Endpoint("a", 1),), user="ann", password=secret)
     assert PASSWORD not in f"{secret} {secret!r} {settings} {settings!r} %s" % secret
     assert secret.reveal() == PASSWORD
+
+
+def test_the_member_on_this_host_comes_first_and_the_others_keep_their_order() -> None:
+    settings = read_settings("10.0.0.1:1,10.0.0.2:1,10.0.0.3:1", {}, allow_plain_http=True)
+    assert [each.host for each in settings.nearest("10.0.0.2").endpoints if isinstance(each, Endpoint)] == [
+        "10.0.0.2",
+        "10.0.0.1",
+        "10.0.0.3",
+    ]
+    assert settings.nearest("10.0.0.9") == settings

@@ -11,7 +11,7 @@ import pytest
 from engine.core.errors import CoordinatorUnavailableError, ExitCode
 from engine.core.hosts.ends import LEAST_S
 from engine.core.kv import Lease
-from engine.runtime.agent.host_registry import KeptLease, boottime_ns
+from engine.runtime.agent.host_registry import KeptLease, boottime_ns, lease_s
 
 pytestmark = pytest.mark.timeout(60)
 S = 1_000_000_000
@@ -98,3 +98,21 @@ def test_a_lease_is_renewed_while_nothing_else_happens_and_given_back() -> None:
     kept.close()
     assert 4 <= store.num_renewed <= 7
     assert store.is_given_back
+
+
+class SlowStore:
+    """A store that is as slow as its network, and its first answer twice as slow."""
+
+    def __init__(self, answer_s: float) -> None:
+        self.answer_s, self._is_first = answer_s, True
+
+    def get(self, key: str) -> None:
+        """Answers."""
+        time.sleep(self.answer_s * (1 + self._is_first))
+        self._is_first = False
+
+
+def test_a_lease_is_longer_where_the_store_is_slow_to_answer() -> None:
+    fast, slow = map(SlowStore, (0.0, 0.1))
+    assert lease_s(fast, 5) == 5  # type: ignore[arg-type]
+    assert lease_s(slow, 5) == 6  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +16,11 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links import INLINE, MOST_BYTES, RING_BYTES, Frame, Mailbox
+from engine.core.links import ASIDE, IN_ORDER, INLINE, MOST_BYTES, RING_BYTES, STATE, Frame, Mailbox, key_of
 from engine.runtime.transport.direct_transport import DirectTransport
+from engine.runtime.transport.link_wire import _TCP_INFO, Wire
 from engine.runtime.transport.links import Links
-from engine.runtime.transport.peer_link import Ends, PeerLink
+from engine.runtime.transport.peer_link import Ends, PeerLink, host_room
 from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Desk, Linked
 from tests.runtime.peers import an_order
@@ -238,7 +241,7 @@ GARBAGE = {
     "outside of the ring": frame(offset=RING_BYTES - 50),
     "far outside of the ring": frame(offset=INLINE - 1),
     "more than memory": frame(total=MOST_BYTES, length=100),
-    "half of one, and another": frame(length=50) + bytes(50) + frame(key=10),
+    "half of one, and another": frame(length=50) + bytes(50) + frame(key=12),
 }
 
 
@@ -404,3 +407,100 @@ def test_without_room_for_a_ring_all_goes_over_the_socket(monkeypatch: pytest.Mo
     one.in_order.send(1, an_order(1), (large,))
     assert torch.equal(other.in_order.take(0, an_order(1))[0], large)
     linked.close()
+
+
+class SlowEnd(Wire):
+    """The end of a link that takes so many bytes for each `go_on`."""
+
+    def __init__(self, end: socket.socket, most: int):
+        super().__init__(end)
+        self.most, self.left = most, 0
+
+    def write(self, buffers: Any) -> int:
+        data = b"".join(buffers)[: self.left]
+        if not data:
+            raise BlockingIOError
+        self.left -= (count := super().write([data]))
+        return count
+
+    @property
+    def has_room(self) -> bool:
+        return self.left == self.most
+
+
+def order_of(messages: Sequence[tuple[int, int, int]], most: int = 1 << 18) -> list[int]:
+    """Returns the lanes of the messages as they arrive over a slow link, each a lane, a size, and when it is sent."""
+    near, far = socket.socketpair()
+    arrived: list[int] = []
+    mailbox: Mailbox[Any, memoryview] = Mailbox()
+    ends = [PeerLink(peer, mailbox, host_room, lambda each: arrived.append(each.key % 4)) for peer in (1, 0)]
+    ends[0].attach(Ends(wire := SlowEnd(near, most)))
+    ends[1].attach(Ends(Wire(far)))
+    mailbox.enter(0)
+    for place, (lane, size, _) in enumerate(messages):
+        mailbox.post(0, key_of(place, lane), None, host_room(size))
+    for turn in range(1000):
+        wire.left = most
+        for place, (lane, size, at) in enumerate(messages):
+            if at == turn:
+                ends[0].send(0, key_of(place, lane), [memoryview(bytes([place]) * size)])
+        ends[0].flush()
+        ends[1].read()
+        if not ends[0].owes and len(arrived) == len(messages):
+            break
+    ends[0].close()
+    ends[1].close()
+    return arrived
+
+
+def test_a_message_of_training_does_not_wait_behind_state_for_another_worker() -> None:
+    heal = (STATE, 16 << 20, 0)
+    steps = [(IN_ORDER, 1 << 20, 10 * turn) for turn in range(1, 10)]
+    assert order_of([heal, *steps]) == [IN_ORDER] * 9 + [STATE]
+
+
+def test_state_goes_on_while_messages_of_training_wait_all_the_time() -> None:
+    busy = [(IN_ORDER, 1 << 20, 0)] * 40
+    lanes = order_of([(STATE, 1 << 20, 0), (ASIDE, 1 << 20, 0), *busy])
+    assert lanes[0] == ASIDE, "only state waits"
+    assert 7 <= lanes.index(STATE) <= 12, "an eighth of the bytes"
+
+
+class Measured(socket.socket):
+    """A connection whose kernel tells this about it."""
+
+    told: tuple[int, ...] = ()
+
+    def getsockopt(self, *which: Any) -> Any:
+        """Returns what the kernel tells."""
+        return _TCP_INFO.pack(*self.told) if which[:2] == (socket.IPPROTO_TCP, socket.TCP_INFO) else None
+
+
+@pytest.mark.parametrize(
+    ("told", "most"),
+    [
+        ((1000, 20_000, 900, 20_000, 10_000_000), 450_000),  # of two round trips and 5 ms
+        ((1000, 20_000, 200, 20_000, 10_000_000), 200_000),  # it has not shown yet that it carries more
+        ((1000, 46_000, 900, 20_000, 10_000_000), 65_536),  # bytes wait in the network: its rate was less than told
+        ((1000, 200, 900, 200, 1_000_000), 65_536),
+    ],
+)
+def test_state_fills_a_link_between_hosts_and_no_buffer(told: tuple[int, ...], most: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, Measured() as end:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        end.connect(server.getsockname())
+        with server.accept()[0] as other:
+            end.told = told
+            link = PeerLink(1, Mailbox(), host_room, lambda arrived: None)
+            link.attach(Ends(Wire(end)))
+            assert link.send(0, key_of(0, STATE), [memoryview(bytes(8 << 20))]) == "ring"
+            state = _waiting(end)
+            assert most - (64 << 10) < state <= most + (65 << 10)
+            assert link.send(0, key_of(1, IN_ORDER), [memoryview(bytes(32 << 10))]) == ""
+            assert _waiting(end) - state == 48 + (32 << 10)
+            other.recv(1)
+
+
+def _waiting(end: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(end.fileno(), termios.TIOCOUTQ, bytes(4)), "little")

@@ -348,11 +348,13 @@ HOST_KINDS: Mapping[str, FaultKind] = MappingProxyType(
             ("kill-coordinator", "coordinator", True, "SIGKILL to the agent of the host that coordinates"),
             ("kill-etcd-leader", "etcd-leader", False, "SIGKILL to the member of etcd that leads; no host is lost"),
             ("kill-worker", "worker", True, "SIGKILL to one worker, from outside of its host"),
+            ("slow-network", "other", False, "a round trip between any two hosts takes 200 ms from then on"),
             ("noop-host", "other", False, "nothing: the run of several hosts is compared with that of one"),
         )
     }
 )
 LOSES_A_HOST = frozenset(name for name, kind in HOST_KINDS.items() if kind.ends and kind.target != "worker")
+STRIKES_NO_PROCESS = frozenset({"slow-network", "noop-host"})
 LOSES_A_MEMBER = frozenset({"power-off", "cut-host", "kill-etcd-leader"})  # of etcd, where one is on that host
 
 LEAST_HOSTS, MOST_HOSTS = 3, 16

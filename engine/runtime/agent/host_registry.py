@@ -23,7 +23,7 @@ from ipaddress import ip_address
 from typing import NamedTuple, NoReturn
 
 from engine.codec.values import read, text_of
-from engine.core.deadlines import RENEWAL, RoundTrips
+from engine.core.deadlines import LEASE_MORE, RENEWAL, RoundTrips
 from engine.core.errors import (
     CoordinatorUnavailableError,
     EnvironmentLacksError,
@@ -49,6 +49,16 @@ _LOOK_S = 0.05
 def boottime_ns() -> int:
     """Returns the time of a clock that goes on while the host is suspended."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def lease_s(kv: KV, asked_s: int) -> int:
+    """Returns the seconds of a lease: more than those asked for, if the store is slow to answer."""
+    took_ns = []
+    for _ in range(3):  # the first call has to connect
+        began_ns = boottime_ns()
+        kv.get(_OUTCOME)
+        took_ns.append(boottime_ns() - began_ns)
+    return asked_s + round(LEASE_MORE.after(min(took_ns)) / 1e9)
 
 
 class KeptLease:

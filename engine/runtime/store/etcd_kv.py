@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.deadlines import ATTEMPT, RoundTrips
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
@@ -62,15 +63,20 @@ def _after(prefix: bytes) -> bytes:
 # Calls to etcd, retried at all endpoints until a deadline.
 #
 # Rules: every attempt has a timeout, which follows the answers before it and leaves time for another attempt; every
-# call has a deadline. All clients of a process avoid an endpoint that did not answer in time for some seconds, unless
-# no other is left: a dead host costs one timeout. The same holds for one that has refused for a second, but not
-# earlier, because the living members may be slow while etcd elects a leader. Errors of gRPC and etcd are raised as
-# CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only in the process that created
-# it: its threads and locks do not survive a fork, and a forked child would hang.
+# call has a deadline. A client asks one endpoint, and after a lost attempt all at once, until one answers: a member
+# that lives loses what it has passed on to a leader that is dead, and the next endpoint may be on the dead host, too.
+# A write goes to one endpoint at a time, the one that answers a read: of two that are under way, the later one could
+# come after the next write, and undo it.
+# All clients of a process avoid an endpoint that did not answer in time for some seconds, unless no other is left: a
+# dead host costs one timeout. The same holds for one that has refused for a second, but not earlier, because the living
+# members may be slow while etcd elects a leader. Errors of gRPC and etcd are raised as CoordinatorUnavailableError,
+# without passwords in the message. An `EtcdCalls` works only in the process that created it: its threads and locks do
+# not survive a fork, and a forked child would hang.
 
 etcd3 = import_etcd3()
 rpc = etcd3.etcdrpc
 
+_ANY_ORDER = frozenset({"Range", "LeaseKeepAlive", "LeaseRevoke"})  # the others are writes, or are repeated in vain
 DEADLINE_S = 10.0
 PAUSE_S = 0.05
 _AVOIDED_S = 10.0  # an endpoint that did not answer
@@ -108,6 +114,14 @@ class _Connection:
     close: Callable[[], None]
 
 
+class _Answer(NamedTuple):
+    """A reply of an endpoint, or its error."""
+
+    endpoint: Endpoint | SocketEndpoint
+    reply: Any = None
+    error: Any = None
+
+
 def _measure(took_s: float) -> None:
     global _answers  # noqa: PLW0603 - as the endpoints to avoid, it is of the process
     _answers = _answers.with_one(round(took_s * 1e9))
@@ -124,42 +138,79 @@ class EtcdCalls:
         self._lock = threading.Lock()
         self._connections: dict[Endpoint | SocketEndpoint, _Connection] = {}
         self._turn = 0
+        self._has_lost = False  # an attempt, and no endpoint has answered since
 
     def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
         """Makes an idempotent call with retries, and returns the reply; raises CoordinatorUnavailableError."""
-        until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
-        while (reply := self.attempt(method, request, until_s)) is None:
-            pass
-        return reply
+        return self.ask(method, request, deadline_s)[0]
 
-    def attempt(self, method: str, request: Any, until_s: float) -> Any:
-        """Makes one attempt at a call; returns the reply, or None if it was lost and there is time for another attempt.
+    def ask(self, method: str, request: Any, deadline_s: float | None = None) -> tuple[Any, bool]:
+        """Makes an idempotent call; returns the reply, and whether the request was sent several times.
 
-        `until_s` is on the monotonic clock. Raises CoordinatorUnavailableError after it or if etcd refuses, and
-        LeaseLostError if the lease has expired.
+        Raises CoordinatorUnavailableError after the deadline or if etcd refuses, and LeaseLostError if the lease has
+        expired.
         """
         self.check_process()
-        endpoint, began_s = self._next(), time.monotonic()
+        until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        came: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        asked, num_sent = set[Endpoint | SocketEndpoint](), 0  # those that have not answered yet
+        while True:
+            if self._has_lost and method not in _ANY_ORDER:
+                read = rpc.RangeRequest(key=(self._root or "/bamboo/").encode(), keys_only=True)
+                self.ask("Range", read, until_s - time.monotonic())
+            timeout_s = self._timeout_s(until_s - time.monotonic())
+            due = [each for each in self._settings.endpoints if each not in asked] if self._has_lost else [self._next()]
+            num_sent += len(due)
+            asked.update(due)
+            with breakable():
+                if len(asked) == 1:
+                    self._attempt(due[0], method, request, timeout_s, came)
+                else:
+                    for endpoint in due:
+                        given = (endpoint, method, request, timeout_s, came)
+                        threading.Thread(target=self._attempt, args=given, name="etcd", daemon=True).start()
+                try:
+                    answer = came.get(timeout=max(0.0, until_s - time.monotonic()) + PAUSE_S)
+                except queue.Empty:  # one that logs in
+                    raise self._unavailable("it is too slow") from None
+            asked.discard(answer.endpoint)
+            if answer.error is None:
+                self._turn, self._has_lost = self._settings.endpoints.index(answer.endpoint), False
+                return answer.reply, num_sent > 1
+            self._judge(answer.error, answer.endpoint)
+            self._has_lost = True
+            if time.monotonic() + PAUSE_S >= until_s:
+                raise self._unavailable(answer.error.details())
+            time.sleep(PAUSE_S)
+
+    def _unavailable(self, why: str) -> CoordinatorUnavailableError:
+        places = ", ".join(map(str, self._settings.endpoints))
+        return CoordinatorUnavailableError(f"etcd at {places} does not answer: {why}")
+
+    def _attempt(
+        self,
+        endpoint: Endpoint | SocketEndpoint,
+        method: str,
+        request: Any,
+        timeout_s: float,
+        came: queue.SimpleQueue[_Answer],
+    ) -> None:
+        """Asks one endpoint."""
+        began_s = time.monotonic()
         try:
             connection = self._connect(endpoint)
-            with breakable():
-                timeout_s = self._timeout_s(until_s - began_s)
-                reply = connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
-            _measure(time.monotonic() - began_s)
-            _avoided_until_s.pop(endpoint, None)
-            _refuses_since_s.pop(endpoint, None)
-            return reply
-        except grpc.RpcError as error:
-            self._judge(error, endpoint)
-            if time.monotonic() + PAUSE_S >= until_s:
-                places = ", ".join(map(str, self._settings.endpoints))
-                raise CoordinatorUnavailableError(f"etcd at {places} does not answer: {error.details()}") from None
-            time.sleep(PAUSE_S)
-            return None
+            reply = connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
+        except (grpc.RpcError, ValueError) as error:  # ValueError: closed meanwhile, as another one has answered
+            came.put(_Answer(endpoint, error=error))
+            return
+        _measure(time.monotonic() - began_s)
+        _avoided_until_s.pop(endpoint, None)
+        _refuses_since_s.pop(endpoint, None)
+        came.put(_Answer(endpoint, reply))
 
     def _timeout_s(self, left_s: float) -> float:
         """Returns the time of an attempt, of a call that has so many seconds left."""
-        others_s = left_s / 2 if len(self._settings.endpoints) > 1 else 0.0
+        others_s = left_s / 2 if len(self._settings.endpoints) > 1 and not self._has_lost else 0.0
         patient_s = max(ATTEMPT.base_ns / 1e9, min(ATTEMPT.after(_answers.worst_ns) / 1e9, left_s - others_s))
         return min(patient_s, max(PAUSE_S, left_s))
 
@@ -204,8 +255,11 @@ class EtcdCalls:
     def _connect(self, endpoint: Endpoint | SocketEndpoint) -> _Connection:
         connection = self._connections.get(endpoint)
         if connection is None:
+            opened = _open(self._settings, endpoint)  # which may log in: another endpoint does not wait for that
             with self._lock:
-                connection = self._connections[endpoint] = _open(self._settings, endpoint)
+                connection = self._connections.setdefault(endpoint, opened)
+            if connection is not opened:
+                opened.close()
         return connection
 
 
@@ -279,7 +333,6 @@ class EtcdKV:
 
     def transact(self, txn: Txn) -> TxnOutcome:
         """Runs a transaction; see `KV.transact`."""
-        until_s = time.monotonic() + self._calls.deadline_s
         request = rpc.TxnRequest(
             compare=[self._compare(condition) for condition in txn.conditions],
             success=[
@@ -293,9 +346,7 @@ class EtcdKV:
                 for condition in txn.conditions
             ],
         )
-        is_repeated = False
-        while (reply := self._calls.attempt("Txn", request, until_s)) is None:
-            is_repeated = True
+        reply, is_repeated = self._calls.ask("Txn", request)
         items = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
         outcome = TxnOutcome(reply.succeeded, reply.header.revision, items)
         return settled(txn, outcome) if is_repeated else outcome

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISSOCK
 
@@ -110,6 +110,16 @@ class EtcdSettings:
     key_file: str = ""
     user: str = ""
     password: Secret = _NO_SECRET
+
+    def nearest(self, address: str) -> EtcdSettings:
+        """Returns the settings for the host of an address: its own member comes first, and ends with it only."""
+        ordered = sorted(self.endpoints, key=lambda endpoint: not is_at(endpoint, address))
+        return replace(self, endpoints=tuple(ordered))
+
+
+def is_at(endpoint: Endpoint | SocketEndpoint, address: str) -> bool:
+    """Returns whether an endpoint is on the host with an address."""
+    return isinstance(endpoint, Endpoint) and (endpoint.is_loopback or endpoint.host == address)
 
 
 def private_settings(logs: Path) -> EtcdSettings:

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links import aligned
+from engine.core.links import ASIDE, IN_ORDER, STATE, aligned, key_of
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Arriving, Leaving, ToDevice, tensors_of
 from engine.runtime.device.device import HOST, Device, device_trouble
@@ -315,8 +315,8 @@ class DirectTransport(GroupEnd):
     ):
         super().__init__(cuts, members, epoch, device)
         self.links, self.number, self.carries_sizes = links, epoch, carries_sizes
-        self.in_order: _DirectChannel[ProgramKey] = _DirectChannel(self, is_aside=0)
-        self.aside: _DirectChannel[AsideKey] = _DirectChannel(self, is_aside=1)
+        self.in_order: _DirectChannel[ProgramKey] = _DirectChannel(self, IN_ORDER)
+        self.aside: _DirectChannel[AsideKey] = _DirectChannel(self, ASIDE)
 
     def take_in(self, arrived: Arrived) -> None:
         """Accepts a message whose receive was posted."""
@@ -359,15 +359,18 @@ class _Posted(NamedTuple):
 
 
 class _DirectChannel(EndChannel[AnyKey]):
-    def __init__(self, end: DirectTransport, is_aside: int):
+    def __init__(self, end: DirectTransport, lane: int):
         super().__init__(end)
-        self._end, self._is_aside = end, is_aside
+        self._end, self._lane = end, lane
+
+    def _number(self, key: AnyKey) -> int:
+        return key_of(key.number, STATE if key.purpose is AsidePurpose.HEAL else self._lane)
 
     def post(self, source: int, key: AnyKey, border: Border) -> None:
         end = self._end
         end.links.enter(end.number, end)
         end.num_posted[source] += 1
-        number = 2 * key.number + self._is_aside
+        number = self._number(key)
         if (early := end.links.take_early(source, number)) is not None:
             end.take_in_late(source, key, border, early)
             return
@@ -393,7 +396,7 @@ class _DirectChannel(EndChannel[AnyKey]):
             sizes = [size for tensor in tensors for size in tensor.shape]
             tensors = (torch.tensor(sizes, dtype=torch.int64, device="cpu"), *tensors)
         parts = [memory_of(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
-        end.links.send(target, end.number, 2 * key.number + self._is_aside, parts)
+        end.links.send(target, end.number, self._number(key), parts)
 
 
 _BETWEEN_STAGES = (ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT, AsidePurpose.VALIDATION)

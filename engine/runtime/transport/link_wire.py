@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
 import select
 import socket
 import ssl
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +20,10 @@ from engine.core.errors import InvariantError
 from engine.core.links import Disturbance, Flow, FrameCount
 
 _MAX_RECORD = 16 << 10  # bytes of TLS that travel together
+# What the kernel tells of a connection (linux/tcp.h): the bytes of a segment, the smoothed round trip in microseconds,
+# the segments that may be under way, the least round trip, and the rate in bytes a second.
+_TCP_INFO = struct.Struct("16xI48xI8xI64xI8xQ")
+_AHEAD_US, _LEAST_BYTES = 5_000, 64 << 10  # that state may be ahead of an idle link
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EBADF)
 
 Pieces = Sequence[bytes | memoryview]
@@ -50,6 +56,21 @@ class Wire:
             if error.errno in _GONE:
                 return 0
             raise
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more piece would travel at once, and not wait behind bytes that fill a link to another host.
+
+        What is sent behind it would wait too. The kernel keeps the best of some rates, so longer round trips count too.
+        """
+        if self._end.family == socket.AF_UNIX:
+            return True
+        (waiting,) = struct.unpack("i", fcntl.ioctl(self._end.fileno(), termios.TIOCOUTQ, bytes(4)))
+        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)  # an old kernel tells less
+        segment, now_us, segments, least_us, rate = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
+        most_us = 2 * least_us + _AHEAD_US
+        most = min(segment * segments, rate * most_us / 1e6) if now_us <= most_us else 0
+        return bool(waiting <= max(_LEAST_BYTES, most))
 
     def close(self) -> None:
         """Closes this end."""

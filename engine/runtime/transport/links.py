@@ -142,12 +142,11 @@ class Links:
             self._wakeups.retry(lambda: self._retry(link))
             self._wakeups.wake()
         elif link.ends is not None and not link.is_broken:
-            if lacks == "ring":
-                if not link.is_retried:
-                    link.is_retried = True
-                    self._wakeups.retry(lambda: self._retry(link))
-                    self._wakeups.wake()
-            elif lacks or link.awaits_room:
+            if lacks == "ring" and not link.is_retried:
+                link.is_retried = True
+                self._wakeups.retry(lambda: self._retry(link))
+                self._wakeups.wake()
+            if link.awaits_room != (lacks == "socket"):
                 link.awaits_room = lacks == "socket"
                 self._watch(link)
 
@@ -161,8 +160,7 @@ class Links:
             lacks = link.flush()
         except OSError:
             return ""  # the reader will notice
-        if lacks != "ring":
-            self._see_to(link, lacks)
+        self._see_to(link, lacks)
         return lacks
 
     def _watch(self, link: PeerLink) -> None:
@@ -230,8 +228,8 @@ class Links:
                 link = self._links[peer] = self._new(peer)
             link.attach(ends)
         self._watch(link)
-        if link.owes and self._push(link) == "ring":
-            self._see_to(link, "ring")
+        if link.owes:
+            self._push(link)
         self._read(link)  # TLS may have buffered bytes already, which its descriptor does not show
 
     def _read(self, link: PeerLink) -> None:

@@ -4,8 +4,9 @@
     large       the body in pieces through the ring, each header over the socket; without a ring, all over the socket
 
 Rules: a send never blocks. What does not fit is queued in order and sent when there is room, from the main thread's
-wait. A fence drops the queued messages, because their tensors may change; a frame that is partly sent is completed from
-a copy.
+wait. State for another worker has a queue of its own: while other messages wait, it gets an eighth of the bytes, and
+else as much as the link takes at once. So no message of training waits behind much of it. A fence drops the queued
+messages, because their tensors may change; a frame that is partly sent is completed from a copy.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from engine.core.links import (
     Mailbox,
     RingSpace,
     aligned,
+    is_state,
 )
 from engine.runtime.transport.link_wire import Met, Wire, disturbed
 
@@ -125,9 +127,12 @@ class InRing(_Ring):
 
 INLINE_BYTES = 64 << 10  # the largest message sent over the socket in one frame
 _PIECE_BYTES = 256 << 10  # the receiver copies one piece out while the sender copies the next in
+_STATE_BYTES = 64 << 10  # the same of state, between hosts
+_STATE_AFTER = 7  # times as many bytes of messages that wait
 _PADDING = bytes(64)
 
-Lacks = Literal["", "socket", "ring"]  # where the rest of the messages waits for room
+# Where the rest of the messages waits for room. State that would fill a link to another host waits as for a ring.
+Lacks = Literal["", "socket", "ring"]
 Arrived = Arrival[Any, memoryview]
 
 
@@ -135,7 +140,7 @@ class _Outgoing:
     """A message being sent: its parts as bytes, and how much of it is gone."""
 
     def __init__(self, epoch: int, key: int, parts: Sequence[memoryview]):
-        self.epoch, self.key = epoch, key
+        self.epoch, self.key, self.is_state = epoch, key, is_state(key)
         self.starts, at = [], 0
         self.parts = [part for part in parts if len(part)]
         for part in self.parts:
@@ -153,11 +158,11 @@ class _Outgoing:
             at = start + len(part)
         return pieces
 
-    def piece(self) -> tuple[memoryview, int]:
+    def piece(self, most: int) -> tuple[memoryview, int]:
         """Returns the next bytes, from one part, and the length of their piece, including padding after the part."""
         part, start = self.parts[self._index], self.starts[self._index]
         begin = self.at - start
-        rest = part[begin : begin + _PIECE_BYTES]
+        rest = part[begin : begin + most]
         is_end = begin + len(rest) == len(part)
         if not is_end or self._index + 1 == len(self.parts):
             return rest, len(rest)
@@ -196,6 +201,8 @@ class PeerLink:
         self._incoming: Incoming[memoryview] = Incoming(self._room_for)
         self._reader = FrameReader(self._sink)
         self._kept: deque[_Outgoing] = deque()
+        self._state: deque[_Outgoing] = deque()
+        self._ahead = 0  # bytes of other messages since the last piece of state
         self._rest: list[memoryview | bytes] = []  # of the frame being sent
         self._dropped: list[memoryview | bytes] = []  # that rest, if a fence came meanwhile: its loss is no failure
         self._lock = threading.RLock()  # for sending: another thread sends copies from a GPU
@@ -203,7 +210,7 @@ class PeerLink:
     @property
     def owes(self) -> bool:
         """Whether there is unsent data that no fence has dropped."""
-        return bool(self._kept or (self._rest and self._rest is not self._dropped))
+        return bool(self._kept or self._state or (self._rest and self._rest is not self._dropped))
 
     def attach(self, ends: Ends) -> None:
         """Takes the ends of the link."""
@@ -221,8 +228,10 @@ class PeerLink:
     def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
         """Starts to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
         with self._lock:
-            if len(parts) != 1 or self.ends is None or self._kept or self._rest or len(parts[0]) > INLINE_BYTES:
-                self._kept.append(_Outgoing(epoch, key, parts))
+            queue = self._state if is_state(key) else self._kept
+            is_queued = queue is self._state or self._kept or self._rest or self.ends is None
+            if self.ends is None or is_queued or len(parts) != 1 or len(parts[0]) > INLINE_BYTES:
+                queue.append(_Outgoing(epoch, key, parts))
                 return self.flush()
             size = len(parts[0])  # the fast path: the peer may be waiting
             self._rest = [Frame(epoch, key, size, 0, size).packed(), parts[0]]
@@ -234,20 +243,32 @@ class PeerLink:
             while self.ends is not None:
                 if self._rest and not self._write(self.ends):
                     return "socket"
-                if not self._kept:
+                if not self._kept and not self._state:
                     break
                 if not self._begin_frame(self.ends):
                     return "ring"
             return ""
 
     def _begin_frame(self, ends: Ends) -> bool:
-        """Prepares the next frame; returns False if the ring has no room for it."""
-        message = self._kept[0]
+        """Prepares the next frame; returns False if there is no room for it: in the ring, or for state in the link."""
+        is_state_due = self._state and (not self._kept or self._ahead >= _STATE_AFTER * _STATE_BYTES)
+        queue = self._state if is_state_due else self._kept
+        if not self._kept and not ends.wire.has_room:
+            return False
+        message = queue[0]
         if message.total <= INLINE_BYTES:
-            self._rest = message.frame
-            self._kept.popleft()
-            return True
-        part, length = message.piece()
+            self._rest, length = message.frame, message.total
+            queue.popleft()
+        elif not (length := self._begin_piece(ends, message)):
+            return False
+        elif message.go_on(length):
+            queue.popleft()
+        self._ahead = 0 if is_state_due else self._ahead + length
+        return True
+
+    def _begin_piece(self, ends: Ends, message: _Outgoing) -> int:
+        """Prepares the next piece of a message; returns its length, 0 if the ring has no room for it."""
+        part, length = message.piece(_STATE_BYTES if message.is_state and ends.out is None else _PIECE_BYTES)
         offset: int | None = INLINE
         body: list[memoryview | bytes] = []
         if ends.out is None:
@@ -255,11 +276,9 @@ class PeerLink:
         else:
             offset = ends.out.put(part, length)
         if offset is None:
-            return False
+            return 0
         self._rest = [Frame(message.epoch, message.key, message.total, message.at, length, offset).packed(), *body]
-        if message.go_on(length):
-            self._kept.popleft()
-        return True
+        return length
 
     def _write(self, ends: Ends) -> bool:
         try:
@@ -279,6 +298,7 @@ class PeerLink:
         """Drops the queued messages, and copies the rest of a partly sent frame: its tensors may change now."""
         with self._lock:
             self._kept.clear()
+            self._state.clear()
             self._rest = self._dropped = [b"".join(self._rest)] if self._rest else []
 
     def read(self) -> bool:
@@ -325,6 +345,7 @@ class PeerLink:
         with self._lock:
             self.is_broken = True
             self._kept.clear()
+            self._state.clear()
             self._rest = []
             if self.ends is not None:
                 self.ends.wire.close()
