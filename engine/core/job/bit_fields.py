@@ -28,6 +28,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
     "standby": 0,
     "retain": "device",
+    "residuals": "auto",
     "epochs": 0,  # the steps decide
     "metrics": "",
     "redundancy": "none",

@@ -32,6 +32,7 @@ from engine.core.program.inventory import Inventory, PlanMessage, Repair
 from engine.core.program.passes import with_end, with_end_of_step, with_transfers, with_whole_stages
 from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
+from engine.core.program.residuals import Ship, with_taken
 from engine.core.value import WIRE, Held, Kind, Value
 
 # Handoff: the accumulators that a plan sends to the owners of slots, so that no backward is rerun.
@@ -42,7 +43,8 @@ from engine.core.value import WIRE, Held, Kind, Value
 # Rules: the owner of a slot takes the accumulator of the member that has added the most, if that is more than its own:
 # a worker that leaves in the open step, or a shadow that has taken a later stream. An accumulator comes with the losses
 # and with the buffers before each of its forwards, so the owner can continue as if it had run them. A forward that was
-# counted but not added is rerun. What a member without slots of its own sends is received first: it is about to leave.
+# counted but not added is rerun, unless its residual is sent (`residuals.py`). What a member without slots of its own
+# sends is received first: it is about to leave.
 
 
 class Hand(NamedTuple):
@@ -89,18 +91,38 @@ def held_after(held: Sequence[Held], hands: Iterable[Hand]) -> tuple[Held, ...]:
     return (*values, *held)
 
 
+def held_with(ships: Sequence[Ship], held: Sequence[Held], ownership: Ownership) -> tuple[Held, ...]:
+    """Returns what workers hold when the residuals have come, too."""
+    counted: dict[tuple[int, Slot], int] = {}
+    for worker, (kind, pipeline, stage, index) in held if ships else ():
+        if kind is Kind.COUNTED:
+            counted.setdefault((worker, (pipeline, stage)), index)
+    values: list[Held] = []
+    for ship in ships:
+        taker = ownership.owner(*ship.slot)
+        values.append((taker, Value(Kind.RESIDUAL, *ship.slot, ship.microbatch)))
+        counted[taker, ship.slot] = max(counted.get((taker, ship.slot), -1), ship.microbatch)
+    counters = ((worker, Value(Kind.COUNTED, *slot, last)) for (worker, slot), last in counted.items())
+    return (*values, *counters, *held)
+
+
 def with_hands(
-    program: Mapping[int, tuple[Action, ...]], hands: Collection[Hand], ownership: Ownership
+    program: Mapping[int, tuple[Action, ...]], hands: Collection[Hand], ownership: Ownership, ships: Sequence[Ship] = ()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with the accumulators in front, and behind them the receipts from members without slots."""
+    """Returns the program with what is handed on in front, then the receipts from members without slots.
+
+    A residual is taken where it is needed first.
+    """
     guests = [worker for worker in program if not ownership.slots_of(worker)]
     early = {carried(action) for worker in guests for action in program[worker] if action.op in SEND_OPS}
     lists = {}
     for worker, actions in program.items():
         mine = [each.action for each in hands if worker in (each.giver, each.taker)]
+        mine += [each.action for each in ships if each.giver == worker]
+        taken = [each.action for each in ships if ownership.owner(*each.slot) == worker]
         first = [action for action in actions if action.op in RECEIVE_OPS and carried(action) in early]
         rest = [action for action in actions if action.op not in RECEIVE_OPS or carried(action) not in early]
-        lists[worker] = (*mine, *first, *rest)
+        lists[worker] = (*mine, *first, *with_taken(rest, taken))
     return lists
 
 
@@ -133,6 +155,7 @@ class PlanInput:
     committed: int
     ownership: Ownership  # after the verdict: heirs are owners, surviving replicas are shadows
     inventories: tuple[Inventory, ...]  # of every member, by worker
+    ships: tuple[Ship, ...] = ()  # the residuals that are sent
 
 
 def make_plan(source: PlanInput, base: Baseline | None = None) -> Plan:
@@ -153,7 +176,7 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
     Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
     """
     (adopted, lost), done = _checked(source), _done(source)
-    return None if lost or _hands(source, done) else _repaired(source, base, adopted, done)
+    return None if lost or source.ships or _hands(source, done) else _repaired(source, base, adopted, done)
 
 
 def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
@@ -171,12 +194,12 @@ def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     """Returns the plan made from scratch, from what workers hold alone; its program has passed a dry run."""
     ownership, step, done = source.ownership, source.committed + 1, _done(source)
     hands, held = _hands(source, done), tuple(_held(source, done))
-    there = held_after(held, hands)
+    there = held_with(source.ships, held_after(held, hands), ownership)
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
     members = {inventory.worker: compute.get(inventory.worker, ()) for inventory in source.inventories}
     members = with_whole_stages(members, ownership) if ownership.grid.fsdp else members
-    sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
+    sent = with_hands(with_transfers(members, ownership, held), hands, ownership, source.ships)
     program = with_end_of_step(sent, ownership, held, healing_in(source))
     refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
@@ -221,7 +244,7 @@ def _refuse_impossible(source: PlanInput) -> None:
         if not all(0 <= count <= grid.microbatches for count in counts):
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
         runs = [(pipeline, stage, last) for _, pipeline, stage, of in inventory.values.lines() for _, last in of]
-        slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added)
+        slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added, *inventory.saved)
         if not all(grid.has(*each) for each in (*slots, *runs)):
             raise InvariantError(f"worker {inventory.worker} holds what no step of {grid} has")
 

@@ -70,6 +70,7 @@ from engine.core.protocol.inputs_outputs import (
     Write,
 )
 from engine.core.protocol.membership import is_ignored, plan_document, step
+from engine.core.protocol.residual_choice import left_ns, told_of_residuals, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
 from engine.core.texts import numbered
@@ -413,6 +414,7 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
         digest=None if known.phase in GATHERING else next(iter(known.digests.values()), None),
         go=_go(state) if known.phase in _TRAINING else None,  # then no answer is awaited
         group=state.next_group.number if state.next_group.is_entered and known.phase not in GATHERING else 0,
+        left_ms=tuple((each, left_ns(state, each) // 1_000_000) for each in known.going if known.phase in GATHERING),
     )
     record = EpochRecord(
         epoch=known.epoch,
@@ -443,7 +445,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
     known, number = state.membership, state.membership.epoch
     if number <= state.planned or len(known.inventories) < len(known.members):
         return state, ()
-    document = plan_document(known)
+    document = with_ships(state, plan_document(known))
     leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
     new = state._replace(planned=number, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
@@ -452,6 +454,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
         outputs.append(tell_all(new, _with_repair(state.job, document)))
+    outputs += told_of_residuals(document)
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
     return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
