@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -128,6 +128,11 @@ soak-times: $(TEST_STAMP)
 soak-stalls: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.stall_soak --cases 210 --seed $(SEED)
 
+# The stalls of torchrun, accelerate and bamboo as `bamboo inject` tells them, beside an observer's, and whether a foreign
+# process is ever struck: some ten minutes on two cores, as root.
+soak-referee: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.referee_soak --strikes 40 --seed $(SEED)
+
 # Disks that fill up and files that may not grow, at some forty places: some four minutes on two cores, as root.
 soak-disk: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.disk_soak
@@ -155,7 +160,7 @@ BEDS ?= 1
 soak-hosts: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --jobs $(BEDS) --seed $(SEED) $(ONLY:%=--only %)
 
-# Three hosts on a network with round trips of 40 ms, which must cost no host, until one is cut off; as root.
+# Three hosts on a network with round trips of 200 ms, which must cost no host, until one is cut off; as root.
 soak-slow-network: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.slow_network_soak
 

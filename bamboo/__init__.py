@@ -14,6 +14,7 @@ import importlib
 
 _PLACES = {
     **dict.fromkeys(("train", "resume", "dry_run", "TrainingRun"), "engine.api.training"),
+    "predict": "engine.api.predicting",
     "load_weights": "engine.api.weights",
     "Callback": "engine.observers.loggers",
     **dict.fromkeys(("progress", "fingerprint"), "bamboo.progress_lines"),
@@ -30,6 +31,7 @@ __all__ = [  # the names of the table above
     "dry_run",
     "fingerprint",
     "load_weights",
+    "predict",
     "progress",
     "resume",
     "testing",

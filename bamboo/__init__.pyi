@@ -1,6 +1,7 @@
 from bamboo import testing as testing
 from bamboo.progress_lines import fingerprint as fingerprint
 from bamboo.progress_lines import progress as progress
+from engine.api.predicting import predict as predict
 from engine.api.training import TrainingRun as TrainingRun
 from engine.api.training import dry_run as dry_run
 from engine.api.training import resume as resume
@@ -20,6 +21,7 @@ __all__ = [
     "dry_run",
     "fingerprint",
     "load_weights",
+    "predict",
     "progress",
     "resume",
     "testing",

@@ -26,6 +26,7 @@ from engine.core.texts import printable
 # Name of a command, of its module, and of the function or group in that module -> the beginning of its help.
 COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
+    "predict": "Run a trained model over samples, forwards only, and write its merged outputs to a file.",
     "doctor": "Check this machine: one line per check, with the fix.",
     "agent": "Train on several hosts, with one agent on each; or add a worker to a running job.",
     "launch": "Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.",

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from bamboo_cli.echo import echo
 
 if TYPE_CHECKING:
     from engine.bench.figures import BenchRow, Cases
+    from engine.bench.referee import RefereeRow
 
 bench = typer.Typer(no_args_is_help=True, help="Measure bamboo and its peers, interleaved in one run.")
 
@@ -52,8 +54,8 @@ _BENCHMARKS = {
         "Time to announce an exit, to form a group and to start a private etcd, against limits.",
     ),
     "recovery": (
-        "recovery.recovery_cases",
-        "Pause after a SIGKILL, by phase, against the redone work, torchrun's restart and torchft (if installed).",
+        "recovery.pause_cases",
+        "Pause after a SIGKILL, by phase, against the redone work; for other systems see referee.",
     ),
     "scale": (
         "scale.scale_cases",
@@ -121,6 +123,38 @@ def hosts(
     _run("hosts", _chosen(case, host_cases(quick, repeats)), as_json, results)
 
 
+@bench.command("referee", help="Five scenarios on one job in each training system that is installed, as one table.")
+def referee(
+    only: Annotated[list[str] | None, typer.Option(metavar="SYSTEM", help="Run only this system; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each scenario; each is a row.")] = 1,
+    as_json: AsJson = False,
+    case: Case = "",
+    results: Results = Path("results"),
+) -> None:
+    """Runs each scenario, writes the CSV and prints the rows; after a signal those that were finished."""
+    from engine.bench.figures import bench_folder, write_bench
+    from engine.bench.referee import COLUMNS, SCENARIOS, SYSTEMS, referee_rows
+    from engine.core.errors import NothingMatchedError, nearest
+    from engine.runtime.process.interrupts import holding
+
+    for name in only or ():
+        if name not in SYSTEMS:
+            raise NothingMatchedError(f"no system {name!r}", nearest(name, SYSTEMS))
+    if not any(case in each for each in SCENARIOS):
+        raise NothingMatchedError(f"no case {case!r}", nearest(case, SCENARIOS))
+    folder, now, rows = bench_folder(results), datetime.now(), []
+    with holding() as interrupts:
+        runs = folder / f"referee-{now:%Y%m%d-%H%M%S}"
+        for row in referee_rows(only or [*SYSTEMS], case, repeats, runs, interrupts, partial(echo, err=True)):
+            rows.append(row)
+    if as_json:
+        echo(json.dumps([row.as_dict() for row in rows]))
+    elif rows:
+        _print_referee(rows)
+    echo(str(write_bench(folder, "referee", now, [row.as_dict() for row in rows], COLUMNS)), err=True)
+    raise typer.Exit(0 if interrupts.first is None else 128 + interrupts.first)
+
+
 def _chosen(case: str, cases: Cases) -> Cases:
     """Returns the case that has the name `case`, or all whose names contain it.
 
@@ -162,7 +196,7 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
     elif rows:
         _print_table(rows)
     if rows or not code:
-        path = write_bench(folder, benchmark, datetime.now(), rows)
+        path = write_bench(folder, benchmark, datetime.now(), [row.as_dict() for row in rows])
         echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
     raise typer.Exit(code)
 
@@ -185,6 +219,28 @@ def _print_table(rows: Sequence[BenchRow]) -> None:
             for row, met in zip(rows, map(verdict_on, rows), strict=True)
         ],
     )
+
+
+def _print_referee(rows: Sequence[RefereeRow]) -> None:
+    from bamboo_cli.tables import print_table
+
+    print_table(
+        ("system", "scenario", "outcome", "stall ms", "lost", "again", "bits", "blamed"),
+        (False, False, False, True, True, True, False, False),
+        [
+            (
+                *(row.system, row.scenario, row.outcome, "" if row.stall_ms is None else f"{row.stall_ms:.0f}"),
+                *("" if number is None else str(number) for number in (row.lost, row.repeated)),
+                *(row.bits, row.blame),
+            )
+            for row in rows
+        ],
+    )
+    for row in rows:
+        if row.why:
+            echo(f"{row.system}{f' {row.scenario}' if row.scenario else ''}: {row.why}")
+    for system, release, command in dict.fromkeys((row.system, row.version, row.command) for row in rows):
+        echo(f"{system} {release}: {command}")
 
 
 for _name, (_function, _help) in _BENCHMARKS.items():

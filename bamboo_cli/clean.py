@@ -28,7 +28,12 @@ def clean(
     *,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", metavar="N", help="Also delete all but the newest N runs and N matrices.", min=0),
+        typer.Option(
+            "--keep",
+            metavar="N",
+            help="Also delete all but the newest N runs, N matrices and N runs of other launchers.",
+            min=0,
+        ),
     ] = None,
     older_than: Annotated[
         str, typer.Option("--older-than", metavar="AGE", help="Also delete runs and matrices older than this: 7d, 12h.")
@@ -42,6 +47,7 @@ def clean(
     Runs are deleted only with --keep or --older-than; with both, the newest N stay whatever their age. Running jobs
     and files that bamboo did not write are never touched.
     """
+    from engine.files.jobs.library import EXTERNAL_FOLDER
     from engine.files.run_folder import disk_bytes, point_latest_to_newest
     from engine.harness.run_list import delete, leftovers
 
@@ -53,6 +59,7 @@ def clean(
         rows.append((leftover, num_bytes - sum(map(disk_bytes, kept)), kept))
     if not dry_run:
         point_latest_to_newest(results)
+        point_latest_to_newest(results / EXTERNAL_FOLDER)
     if as_json:
         echo(json.dumps(_plain(results, rows, busy, dry_run)))
     else:

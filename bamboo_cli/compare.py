@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bamboo_cli.completion import runs
 from bamboo_cli.echo import echo
-from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run
+from bamboo_cli.report import DEFAULT_RESULTS, Results, load_run
+from bamboo_cli.report_parts import is_foreign, located, refuse_unreadable
 from engine.core.errors import ExitCode
+
+if TYPE_CHECKING:
+    from engine.files.run_folder import RunFolder
 
 EPILOG = (
     "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json  |  "
@@ -50,13 +55,11 @@ def compare(
         _compare_weights(a, b, results, as_json)
         return
     from bamboo_cli.tables import BAD, DOUBTFUL, STRONG, print_table, say
-    from engine.report.compare import compare as compared
-    from engine.report.compare import different_fields, judge_run
+    from engine.report.compare import compare_figures
     from engine.report.formats import as_text, for_terminal
 
-    loaded = [load_run(find(results, run)) for run in (a, b)]
-    table, fields = compared(*loaded), different_fields(*(each.job for each in loaded))
-    wrong = {letter: why for letter, each in zip("AB", loaded, strict=True) if (why := judge_run(each)[1])}
+    figures, fields, wrong = _compared([located(results, run) for run in (a, b)])
+    table = compare_figures(*figures)
     if as_json:
         summary = {"different_fields": fields, "not_passed": wrong, "figures": json.loads(as_text(table, "json"))}
         echo(json.dumps(summary))
@@ -69,6 +72,22 @@ def compare(
     slower = ", ".join(table[table["verdict"] == "slower"]["figure"])
     say((f"B is slower in: {slower}" if slower else "Nothing got slower.", STRONG))
     print_table(*for_terminal(table))
+
+
+def _compared(folders: Sequence[RunFolder]) -> tuple[list[Any], dict[str, tuple[Any, Any]], dict[str, str]]:
+    """Returns the figures of two runs, the fields in which their jobs differ, and by letter why one has not passed."""
+    from bamboo_cli.report_external import loaded as loaded_external
+    from engine.report.compare import different_fields, different_values, figures_of, judge_run
+
+    if any(map(is_foreign, folders)):
+        (one, of_a), (other, of_b) = map(loaded_external, folders)
+        whys = [of_a.code[1], of_b.code[1]]
+        figures, fields = [of_a.figures, of_b.figures], different_values(one.job, other.job)
+    else:
+        a, b = (load_run(refuse_unreadable(folder)) for folder in folders)
+        figures, fields = [figures_of(a), figures_of(b)], different_fields(a.job, b.job)
+        whys = [judge_run(a)[1], judge_run(b)[1]]
+    return figures, fields, {letter: why for letter, why in zip("AB", whys, strict=True) if why}
 
 
 def _compare_weights(a: str, b: str, results: Path, as_json: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from bamboo_cli.host_options import (
     problems_of_bed,
     refuse_job_on_bed,
 )
+from bamboo_cli.matrix_options import Junit
 from bamboo_cli.run_options import EventsMax, Tee, TrustCode, events_setting, tell_untrusted
 from engine.core.errors import Problem, UserError, problems_of
 from engine.core.hosts.ends import USUAL_S
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from engine.core.job.job_rules import JobParts
     from engine.files.jobs.scenario_file import LoadedScenario
     from engine.files.run_folder import RunFolder
+    from engine.files.strict_yaml import Document
     from engine.harness.case import CaseResult
 
 EPILOG = (
@@ -106,6 +109,7 @@ def inject(
     tee: Tee = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder that holds the runs.")] = None,
+    junit: Junit = None,
     trust_code: TrustCode = False,
     events_max: EventsMax = "",
     etcd: Endpoints = "",
@@ -114,74 +118,100 @@ def inject(
     lease_s: BedLease = USUAL_S,
 ) -> None:
     """Run a scenario (job, faults and fault-free twin), then check its expectations."""
-    own = {"--run": run, "--set": settings, "--seed": seed, "--etcd": etcd, "--hosts": hosts}
-    _inject_other(file, scenario, command or (), own, results, (repeat, dry_run, tee, as_json, trust_code, attach))
+    from engine.files.jobs.external_file import is_external
+    from engine.files.jobs.library import find_scenario
+    from engine.files.strict_yaml import read_yaml
+
+    name, words = _chosen(file, scenario, command or (), lambda: etcd_settings(etcd, etcd_plain_http))
+    document = read_yaml(find_scenario(name))
+    if words or attach or is_external(document):
+        from bamboo_cli.inject_external import Asked, inject_external
+
+        own = {"--run": run, "--set": settings, "--seed": seed, "--etcd": etcd, "--hosts": hosts}
+        asked = Asked(results or Path("results"), repeat, dry_run, tee, as_json, trust_code, attach, junit)
+        raise typer.Exit(inject_external(document, words, own, asked))
+    changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] * (results is not None))]
+    bed = _Bed(hosts, lease_s)
+    asked_own = _AskedOwn(run, seed, changed, repeat, dry_run, tee, as_json, trust_code, etcd, etcd_plain_http, junit)
+    raise typer.Exit(_inject_own(document, asked_own, bed))
+
+
+def _chosen(file: str, scenario: str, words: Sequence[str], check: Callable[[], object]) -> tuple[str, Sequence[str]]:
+    """Returns the scenario that is named, and the command; raises UserError if no scenario is named, or two are.
+
+    The error has the problems of `check` too.
+    """
+    if not (file or scenario) or (scenario and Path(file).suffix in (".yaml", ".yml")):  # no command has such a name
+        names = f"{file} and {scenario}" if file else "none"
+        problem = Problem("inject", "one scenario", names, "such as: bamboo inject kill-middle-stage")
+        raise UserError([problem, *problems_of(check)])
+    return (scenario, [file, *words] if file else []) if scenario else (file, words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bed:
+    """Simulated hosts on which to run a job, none for this host, and the time of their leases."""
+
+    hosts: int
+    lease_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class _AskedOwn:
+    """What the user asks for beside a scenario for a job of bamboo's own; `run` is one that goes on already."""
+
+    run: str
+    seed: int | None
+    changed: Sequence[str]
+    repeat: int
+    dry_run: bool
+    tee: bool
+    as_json: bool
+    trusts: bool
+    etcd: str
+    plain_http: bool
+    junit: Path | None
+
+
+def _inject_own(document: Document, asked: _AskedOwn, bed: _Bed) -> int:
+    """Runs a scenario for a job of bamboo's own; returns the exit code."""
     from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
-    changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] * (results is not None))]
-    acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
+    run, hosts, as_json = asked.run, bed.hosts, asked.as_json
+    acting = (findable if run else readable if asked.dry_run else offered).trusting(asked.trusts)
 
     def load() -> LoadedScenario:
-        scenario_file, on = _one_of(file, scenario), OnHosts(hosts)
-        return load_scenario(scenario_file, kinds(), seed, changed, acting, on, to_attach=bool(run))
+        return load_scenario(document, kinds(), asked.seed, asked.changed, acting, OnHosts(hosts), to_attach=bool(run))
 
-    problems = _own_problems(run, dry_run, tee, "" if hosts else etcd, etcd_plain_http)
-    problems += problems_of_bed(hosts, lease_s, {"--run": run, "--etcd": etcd, "--tee": tee})
+    problems = _own_problems(asked, "" if hosts else asked.etcd)
+    problems += problems_of_bed(hosts, bed.lease_s, {"--run": run, "--etcd": asked.etcd, "--tee": asked.tee})
     if problems:
         raise UserError([*problems_of(load), *problems])
     loaded = load()
-    refuse_job_on_bed(hosts, lease_s, loaded)
+    refuse_job_on_bed(hosts, bed.lease_s, loaded)
     folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
-    if dry_run:
-        raise typer.Exit(_print_plan(loaded, folder, acting, as_json))
+    if asked.dry_run:
+        _print_plan(loaded, folder, acting, as_json)
+        return 0
     if folder is not None:
         cases = _attach(loaded, folder, as_json)
+    elif hosts:
+        cases = _run_on_bed(loaded, asked.repeat, as_json, hosts, bed.lease_s)
     else:
-        on_bed = partial(_run_on_bed, loaded, repeat, as_json, hosts, lease_s)
-        cases = on_bed() if hosts else _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
-    raise typer.Exit(_print_all(loaded, cases, as_json))
+        cases = _run(loaded, asked)
+    return _print_all(loaded, cases, as_json)
 
 
-def _inject_other(
-    file: str,
-    scenario: str,
-    words: Sequence[str],
-    own: Mapping[str, object],
-    results: Path | None,
-    asked: tuple[int, bool, bool, bool, bool, int],
-) -> None:
-    """Runs a scenario for a job of another launcher, and exits with its code; returns if it is for bamboo's own."""
-    from engine.files.jobs.external_file import external_document
-    from engine.files.jobs.library import find_scenario
-    from engine.files.strict_yaml import read_yaml
-
-    if scenario and Path(file).suffix in (".yaml", ".yml"):
-        return  # two scenarios: no command has such a name
-    name, command = (scenario, [file, *words] if file else []) if scenario else (file, words)
-    if not name or not (
-        document := read_yaml(find_scenario(name)) if command or asked[-1] else external_document(name)
-    ):
-        return
-    from bamboo_cli.inject_external import Asked, inject_external
-
-    raise typer.Exit(inject_external(document, command, own, Asked(results or Path("results"), *asked)))
-
-
-def _one_of(file: str, scenario: str) -> str:
-    """Returns the scenario that is named; raises UserError if none is, or two are."""
-    if bool(file) == bool(scenario):
-        names = f"{file} and {scenario}" if file else "none"
-        raise UserError([Problem("inject", "one scenario", names, "such as: bamboo inject kill-middle-stage")])
-    return file or scenario
-
-
-def _own_problems(run: str, dry_run: bool, tee: bool, etcd: str, plain_http: bool) -> list[Problem]:
+def _own_problems(asked: _AskedOwn, etcd: str) -> list[Problem]:
     """Returns the mistakes in the flags beside the scenario and its job."""
-    problems = [] if dry_run or run else problems_of(lambda: etcd_settings(etcd, plain_http))
-    if run and tee and not dry_run:
+    problems = [] if asked.dry_run or asked.run else problems_of(lambda: etcd_settings(etcd, asked.plain_http))
+    if asked.junit is not None:
+        hint = "for a job of bamboo's own: bamboo matrix --junit FILE"
+        problems.append(Problem("--junit", "a scenario for a job of another launcher", str(asked.junit), hint))
+    if asked.run and asked.tee and not asked.dry_run:
         hint = "give --tee to the command that started the job"
         problems.append(Problem("--tee", "a job that this command starts", "--run", hint))
     return problems
@@ -209,9 +239,7 @@ def _attach(loaded: LoadedScenario, folder: RunFolder, as_json: bool) -> list[Ca
     return [case]
 
 
-def _run(
-    loaded: LoadedScenario, repeat: int, as_json: bool, etcd: str, plain_http: bool, tee: bool
-) -> list[CaseResult]:
+def _run(loaded: LoadedScenario, asked: _AskedOwn) -> list[CaseResult]:
     from bamboo_cli.live import screen
     from engine.harness.case import case_of_file
     from engine.harness.case_runner import run_case
@@ -219,14 +247,14 @@ def _run(
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding
 
-    store = etcd_settings(etcd, plain_http)
+    store = etcd_settings(asked.etcd, asked.plain_http)
     echo(f"job: {loaded.job_from}", err=True)
     cases: list[CaseResult] = []
     mark_processes()
     with holding() as interrupts, ForkServer() as server:  # for all runs: its start takes as long as a short job
-        for _ in range(repeat):
-            cases.append(run_case(case_of_file(loaded), store, screen(tee=tee), server))
-            _print_case(loaded, cases[-1], as_json)
+        for _ in range(asked.repeat):
+            cases.append(run_case(case_of_file(loaded), store, screen(tee=asked.tee), server))
+            _print_case(loaded, cases[-1], asked.as_json)
             if interrupts.first is not None:
                 break
     return cases
@@ -251,14 +279,12 @@ def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, 
     return cases
 
 
-def _print_plan(loaded: LoadedScenario, folder: RunFolder | None, acting: JobParts, as_json: bool) -> int:
-    """Prints the faults of a scenario, or of one for a run that is going, as of now; returns the exit code."""
+def _print_plan(loaded: LoadedScenario, folder: RunFolder | None, acting: JobParts, as_json: bool) -> None:
+    """Prints the faults of a scenario, or of one for a run that is going, as of now."""
     from engine.harness.attach import as_of_now
 
     tell_untrusted(loaded.foreign if folder is None else (), acting)
-    loaded = loaded if folder is None else as_of_now(loaded, folder)
-    _print_faults(loaded, as_json)
-    return 0
+    _print_faults(loaded if folder is None else as_of_now(loaded, folder), as_json)
 
 
 def _print_faults(loaded: LoadedScenario, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ class Asked:
     as_json: bool = False
     trusts: bool = False
     root: int = 0  # of a job that runs already
+    junit: Path | None = None
 
 
 def inject_external(
@@ -69,17 +71,18 @@ def inject_external(
         _print_faults(loaded, asked.as_json)
         return 0
     cases: list[ExternalCase] = []
+    seconds: list[float] = []
     hear = partial(echo, err=True) if asked.tee else str
     with holding() as interrupts:
         for _ in range(asked.repeat):
-            cases.append(
-                run_external(
-                    loaded, known, asked.results, interrupts, hear, partial(echo, err=True), asked.root or None
-                )
-            )
+            begin_s, tell = time.monotonic(), partial(echo, err=True)
+            cases.append(run_external(loaded, known, asked.results, interrupts, hear, tell, asked.root or None))
+            seconds.append(time.monotonic() - begin_s)
             _print_case(loaded, cases[-1], asked.as_json)
             if interrupts.first is not None:
                 break
+    if asked.junit is not None:
+        _write_junit(asked.junit, loaded, cases, seconds)
     return _print_all(loaded, cases, asked.as_json)
 
 
@@ -107,6 +110,20 @@ def _print_case(loaded: LoadedExternal, case: ExternalCase, as_json: bool) -> No
     for recovery in case.result.recoveries:
         echo(f"  {recovery}", err=as_json)
     echo(f"{case.folder}", err=as_json)
+
+
+def _write_junit(path: Path, loaded: LoadedExternal, cases: Sequence[ExternalCase], seconds: Sequence[float]) -> None:
+    """Writes the results as JUnit XML, one test for each run."""
+    from engine.core.checks.cell_result import CellResult, judged
+    from engine.files.atomic_write import write_named
+    from engine.report.ci_text import junit_xml
+
+    name, do = loaded.scenario.name, loaded.scenario.faults[0].do
+    cells = []
+    for number, (case, took_s) in enumerate(zip(cases, seconds, strict=True), 1):
+        cell = f"{name} {number}" if len(cases) > 1 else name
+        cells.append(CellResult(cell, *judged(case.result.checks), do, took_s, run=case.folder.name))
+    write_named(path, junit_xml(name, cells))
 
 
 def _print_all(loaded: LoadedExternal, cases: Sequence[ExternalCase], as_json: bool) -> int:

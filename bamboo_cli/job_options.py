@@ -73,7 +73,7 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     if not text:  # as of a variable that is not set
         raise UserError([Problem("--resume", "auto, latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
-    choice = _found(text, folder)
+    choice = checkpoint_of(text, folder)
     resolved = resolve(kept=choice.document)
     refuse_other_bits(choice, resolved.job, other_bits)
     echo(choice.words, err=True)
@@ -127,7 +127,7 @@ def _found_for(job: Job) -> JobSoFar:
     return _answered(str(folder), JobSoFar, lambda say: find_for_job(job, folder, say))
 
 
-def _found(text: str, folder: Path) -> CheckpointChoice:
+def checkpoint_of(text: str, folder: Path) -> CheckpointChoice:
     """Returns the checkpoint that `text` names."""
     from engine.files.jobs.checkpoint_choice import CheckpointChoice, find_checkpoint
 
@@ -206,6 +206,9 @@ def takes_job(
         resolve = functools.partial(resolve_options, values, program_only, is_plan, last=last)
         problems = first(own_values)
         resolved = noting(problems, lambda: _resolved(own_values, values["results"], resolve))
+        if resolved is not None and resolved.job.predict_args:
+            hint = "bamboo predict --from RUN runs a trained model"
+            problems.append(Problem("predict_args", "none in a job that trains", str(resolved.job.predict_args), hint))
         made = () if own is None else (own(own_values, resolved, problems),)
         if problems or resolved is None:
             raise UserError(problems)

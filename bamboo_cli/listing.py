@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -221,7 +222,7 @@ def _shown_run(row: Mapping[str, Any]) -> dict[str, str]:
     size += f" of {row['blocks']} blocks" if row["blocks"] > 1 else ""
     return {
         "run": row["name"],
-        "job": f"{row['model']}, {size}" if row["model"] else "",
+        "job": f"{row['model']}, {size}" if row["model"] else shorten(row["command"], 60, placeholder=" ..."),
         "outcome": row["outcome"],
         "steps": f"{row['steps']} of {row['num_steps']}" if row["num_steps"] else "",
         "date": row["started"],

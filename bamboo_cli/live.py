@@ -257,7 +257,7 @@ class LivePicture:
         if not run_state.losses:
             late = [each for each in view.workers if each.state == "starting"]
             ready = f"{len(view.workers) - len(late)} of {len(view.workers)} workers ready"
-            first = f"step 0/{self.job.steps}{self._wait(view)}"
+            first = "predicting" if self.job.predict_args else f"step 0/{self.job.steps}{self._wait(view)}"
             return f"starting: {ready}; waiting for {awaited(late)}" if late else first
         text = f"step {run_state.committed + 1}/{self.job.steps}"
         if epoch := epoch_at(self.job, run_state.committed + 1, run_state.samples):

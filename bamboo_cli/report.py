@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 from dataclasses import replace
-from enum import StrEnum
-from operator import itemgetter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +12,23 @@ import typer
 
 from bamboo_cli import completion
 from bamboo_cli.echo import echo
-from engine.core.errors import ExitCode, NothingMatchedError, Problem, StorageError, UserError, required
+from bamboo_cli.report_parts import (
+    WORST,
+    Format,
+    Table,
+    is_foreign,
+    judge_conditions,
+    located,
+    refuse_unreadable,
+    write_frame,
+    write_page,
+)
+from engine.core.errors import ExitCode, Problem, StorageError, UserError
 from engine.core.texts import counted, numbered
-from engine.files.atomic_write import write_atomically, write_named
+from engine.files.atomic_write import write_named
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.core.checks.proof import Flaw
     from engine.files.run_folder import RunFolder
@@ -30,36 +38,6 @@ EPILOG = (
     "Examples:  bamboo report --open  |  bamboo report --table steps --format csv  |  "
     "bamboo report --trace trace.json  |  bamboo report --fail-if 'recovery.stall_ms.p95 > 500'"
 )
-
-
-class Table(StrEnum):
-    """The tables of a run."""
-
-    RECOVERY = "recovery"
-    STEPS = "steps"
-    WORKERS = "workers"
-    ACTIONS = "actions"
-    CHECKS = "checks"
-    OUTCOME = "outcome"
-    SAMPLES = "samples"
-    EVALUATIONS = "evaluations"
-    NORMS = "norms"
-    MEMORY = "memory"
-    TENSORS = "tensors"
-    TIME = "time"
-    STAGES = "stages"
-    EDGES = "edges"
-
-
-class Format(StrEnum):
-    """The forms of a table."""
-
-    TERMINAL = "terminal"
-    CSV = "csv"
-    JSON = "json"
-    MARKDOWN = "markdown"
-    HTML = "html"
-    PARQUET = "parquet"
 
 
 _Form = Annotated[
@@ -76,10 +54,6 @@ _Form = Annotated[
 Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")]
 DEFAULT_RESULTS = Path("results")
 _LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
-# Exit code of a condition -> its word; the first of these codes that occurs is the exit code of all conditions.
-_WORST = (ExitCode.OK, ExitCode.NOTHING_MATCHED, ExitCode.EXPECTATION_FAILED)
-_SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "ok"}
-
 _Runs = Annotated[
     list[str] | None,
     typer.Argument(metavar="RUN", help="Runs: names, starts of names, or folders.", autocompletion=completion.runs),
@@ -113,23 +87,32 @@ def report(
 ) -> None:
     """Report on a run: tables, a self-contained page, a trace. The evidence is verified each time."""
     form = _form(form, as_json, output)
-    folders = [find(results, run) for run in runs or (None,)]
+    folders = [located(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
+    has_page = page is not None or is_opened or form is Format.TERMINAL
+    write = partial(write_page, named=page, is_opened=is_opened) if has_page else _no_page
+    if any(map(is_foreign, folders)):
+        from bamboo_cli.report_external import report_external
+
+        raise typer.Exit(report_external(folders, table, form, output, trace, fail_if or (), write))
     is_whole = table is Table.ACTIONS or trace is not None
-    loaded = [load_run(folder, every_action=is_whole, reads_checkpoints=verify) for folder in folders]
-    code = max(_verified(loaded, is_strict=verify), _check(loaded, fail_if or ()), key=_WORST.index)
+    loaded = [load_run(refuse_unreadable(of), every_action=is_whole, reads_checkpoints=verify) for of in folders]
+    code = max(_verified(loaded, is_strict=verify), _check(loaded, fail_if or ()), key=WORST.index)
     _say(loaded, form, has_checks=table is Table.CHECKS)
     _write_table(loaded, table, form, output)
-    if page is not None or is_opened or form is Format.TERMINAL:
-        for folder, run in zip(folders, loaded, strict=True):
-            _write_page(folder, run, page, is_opened=is_opened)
+    for folder, run in zip(folders, loaded, strict=True):
+        write(folder, partial(_page_of, run))
     if trace is not None:
         from engine.report.trace import trace as traced
 
         write_named(trace, json.dumps(traced(loaded[0]), separators=(",", ":")))
     if code:
         raise typer.Exit(code)
+
+
+def _no_page(folder: RunFolder, page: Callable[[], str]) -> None:
+    """Writes none, beside a table for programs."""
 
 
 def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
@@ -145,21 +128,11 @@ def find(results: Path, run: str | None) -> RunFolder:
 
     Raises NothingMatchedError if there is no such run, if it has no events yet, or if it is a matrix.
     """
-    from engine.files.jobs.library import EXTERNAL_FOLDER
-    from engine.files.matrix_results import RESULTS
-    from engine.files.run_folder import find_run
-
-    folder = find_run(results, run)
-    if folder.path.parent.name == EXTERNAL_FOLDER:
-        hint = f"its result is in {folder.run_json}"
+    folder = located(results, run)
+    if is_foreign(folder):
+        hint = f"bamboo report {folder.path} shows it"
         raise UserError([Problem("run", "a run of bamboo's own", "one of another launcher", hint)])
-    if (folder.path / RESULTS).is_file():
-        told = f"{str(folder.path)!r} is the folder of a matrix: its page is {folder.path / 'report.html'}"
-        runs = shlex.quote(str(folder.path / "runs"))
-        raise NothingMatchedError(told, f"one of the runs that it kept: bamboo report RUN --results {runs}")
-    if not folder.events.is_file():
-        raise NothingMatchedError(f"no run to report in {str(folder.path)!r}: there is no {folder.events.name}")
-    return folder
+    return refuse_unreadable(folder)
 
 
 def load_run(folder: RunFolder, *, every_action: bool = False, reads_checkpoints: bool = False) -> RunTables:
@@ -221,46 +194,23 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:
     from bamboo_cli.tables import print_table
-    from engine.report.formats import as_parquet, as_text, for_reading, for_terminal
+    from engine.report.formats import for_reading, for_terminal
     from engine.report.load import joined
 
     frame = joined(runs, table)
-    if form is Format.PARQUET:
-        write_named(required(output, "parquet goes to a file"), as_parquet(frame))
-    elif form is Format.TERMINAL and output is None and table is Table.SAMPLES and frame.empty:
+    if form is not Format.TERMINAL or output is not None:
+        write_frame(frame, form, output)
+    elif table is Table.SAMPLES and frame.empty:
         echo("no ledger: the data draws its samples without end", err=True)
-    elif form is Format.TERMINAL and output is None:
+    else:
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))
-    elif output is None:
-        echo(as_text(frame, form), nl=False)
-    else:
-        write_named(output, as_text(frame, Format.CSV if form is Format.TERMINAL else form))
 
 
-def _write_page(folder: RunFolder, run: RunTables, named: Path | None, *, is_opened: bool) -> None:
-    """Writes the page of a run to the file that the user named, else into the run's folder if it is the user's own."""
+def _page_of(run: RunTables) -> str:
     from engine.report.pages.page import page
 
-    path = named or folder.path / "report.html"
-    if named is None and not folder.is_own:
-        text = f"no page: {str(folder.path)!r} belongs to another user (write it elsewhere: --page FILE)"
-        echo(text, err=True)
-        return
-    (write_named if named else write_atomically)(path, page(run))
-    echo(str(path), err=True)
-    if is_opened:
-        _open(path)
-
-
-def _open(path: Path) -> None:
-    """Opens a page in the user's browser; without one it says so. The command goes on in either case."""
-    import webbrowser
-
-    # A browser in the terminal cannot show the page, which is drawn by a script.
-    has_browser = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
-    if not (has_browser and webbrowser.open(path.resolve().as_uri())):
-        echo("no browser can be started here; open this file in one (or set BROWSER)", err=True)
+    return page(run)
 
 
 def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
@@ -268,17 +218,10 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
 
     Raises UserError for a malformed condition.
     """
-    from engine.report.compare import judge_run, parse_condition
+    from engine.report.compare import judge_run
     from engine.report.load import TABLES, joined
 
-    tables = {name: joined(runs, name) for name in TABLES} if texts else {}
-    conditions = [parse_condition(text, tables) for text in texts]
-    judged = [each.judge(tables) for each in conditions]
-    judged = [*filter(itemgetter(1), map(judge_run, runs)), *judged] if texts else []
-    for code, text in judged:
-        echo(f"{_SAID[code]}: {text}", err=True)
-    codes = {ExitCode.OK, *(code for code, _ in judged)}
-    return next(code for code in _SAID if code in codes)
+    return judge_conditions({name: joined(runs, name) for name in TABLES} if texts else {}, map(judge_run, runs), texts)
 
 
 def _verified(runs: Sequence[RunTables], *, is_strict: bool) -> ExitCode:

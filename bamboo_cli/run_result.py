@@ -126,11 +126,11 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
     if summary["resumed_after"] is not None:
         origin = resolved.origin
         of = f" of run {origin.run} in {origin.place}" if origin and origin.step == summary["resumed_after"] else ""
-        parts.append(f"begun after step {summary['resumed_after']}{of}")
+        parts.append(f"resumed after step {summary['resumed_after']}{of}")
     if summary["loss_last"] is not None:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
         if outcome != "finished":
-            parts.append(f"last committed step {summary['steps'] - 1}, where the first is step 0")
+            parts.append(f"last committed step {summary['steps'] - 1}, counted from 0")
     parts += evaluation_words(summary["evaluations"])
     if summary["stopped_early"]:
         parts.append(summary["stopped_early"])

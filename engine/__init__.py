@@ -5,6 +5,7 @@ One vocabulary, used in code, YAML, reports and documents. Each word has one mea
 The work:
 
 job: the description of one training: model, data, shape of the pipelines, redundancy and seed.
+resolve: to make the one job that files, variables and flags describe together.
 run: one execution of a job, with a folder of its own.
 model: the layers that are trained together, with the loss of their outputs.
 layer: the smallest part of a model that a cut may separate.
@@ -35,6 +36,7 @@ loss: the training loss, and never anything that is gone.
 buffer: a tensor of a layer that training changes without a gradient, such as a running mean.
 optimizer: the rule that changes weights by gradients, with its state.
 validation: the evaluation of the model on samples that are not trained on.
+prediction: a pass of forwards over samples; the outputs of the last stage are kept, and merged in order.
 early-stop: the end of training because validations no longer improve.
 evaluation-set: a set of samples, with a name, that a validation measures loss and metrics on.
 program: for each worker, its list of actions for one step.
@@ -93,6 +95,7 @@ rendezvous: the keys that the members of an epoch tell each other to form a grou
 Processes:
 
 launcher: the process of the command line, which starts a run; another launcher, such as torchrun, starts other jobs.
+external: of a job that another launcher starts, and bamboo only strikes and watches.
 agent: the part of the launcher that starts, watches and ends the workers of its host.
 coordinator: the part of the agent that decides on membership.
 standby: a waiting worker that was started with the run.

@@ -16,9 +16,9 @@ MOST_STOREYS = 16
 _TABLE = """
 api: core.checks core.faults core.history core.job core.protocol files files.jobs harness models observers report
     runtime.checkpoint runtime.faults runtime.process
-bench: codec core.checks core.history core.hosts core.job core.program core.protocol files harness models
-    runtime.agent runtime.checkpoint runtime.device runtime.process runtime.stage runtime.store runtime.transport
-    runtime.worker
+bench: codec core.checks core.faults core.history core.hosts core.job core.program core.protocol external files
+    files.jobs harness models runtime.agent runtime.checkpoint runtime.device runtime.faults runtime.process
+    runtime.stage runtime.store runtime.transport runtime.worker
 codec: core.history core.job core.program core.protocol
 core.checks: core.faults core.history core.job core.program
 core.faults: core.history core.job core.program core.protocol

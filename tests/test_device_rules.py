@@ -68,7 +68,7 @@ def test_planted_cuda_is_found() -> None:
 
 
 FORKED = """
-import importlib, torch
+import importlib, os, torch
 
 def refuse(*given, **options):
     raise SystemExit("CUDA")
@@ -76,11 +76,13 @@ def refuse(*given, **options):
 for name in [each for each in dir(torch._C) if each.startswith("_cuda")]:
     setattr(torch._C, name, refuse)
 torch.cuda._lazy_init = torch.cuda.device_count = torch.cuda.is_available = refuse
+from engine.core.job.hugging_face import MODEL
 from engine.core.job.job import Job
 from engine.core.job.update_rules import preloads
 from engine.runtime.process.forkserver import PRELOAD
-for module in (*PRELOAD, *preloads(Job(optimizer="adam", lr_schedule="onecycle"))):
+for module in (*PRELOAD, *preloads(Job(optimizer="adam", lr_schedule="onecycle", model=MODEL))):
     importlib.import_module(module)
+assert len(os.listdir("/proc/self/task")) == 1, "a fork copies no other thread"
 assert not torch.cuda.is_initialized()
 print("not called so far")
 torch.cuda.init()

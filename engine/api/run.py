@@ -196,15 +196,21 @@ class RunChild:
     """A run in a process of its own; `options` are those of `bamboo run`, and `keywords` are values of fields."""
 
     def __init__(
-        self, options: Sequence[str], keywords: Mapping[str, Any], folders: Iterable[str] = (), *, quiet: bool = False
+        self,
+        options: Sequence[str],
+        keywords: Mapping[str, Any],
+        folders: Iterable[str] = (),
+        *,
+        quiet: bool = False,
+        command: str = "run",
     ):
         request = _request(keywords)
-        command = subprocesses.module("bamboo_cli", "run", *options, "--json", "--keywords")
+        words = subprocesses.module("bamboo_cli", command, *options, "--json", "--keywords")
         self._quiet = quiet
         self._words: list[dict[str, Any]] = []  # the objects on its stdout
         self._has_word = threading.Event()
         self._process = subprocess.Popen(
-            command,
+            words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

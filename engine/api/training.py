@@ -96,6 +96,13 @@ def dry_run(
     return print_program(options, keywords, _folders(keywords))
 
 
+def called_with(data: object, values: Mapping[str, object]) -> tuple[dict[str, Any], Iterable[str]]:
+    """Returns the fields that a call beside `train` gives, and the folders where workers find what they name."""
+    _refuse_a_worker()
+    keywords = _keywords(None, data, None, values, has_weights=False)
+    return keywords, _folders(keywords)
+
+
 def _with_hugging_face(
     path: str, is_random: bool, model: object, data: object, values: Mapping[str, object]
 ) -> tuple[dict[str, object], object]:

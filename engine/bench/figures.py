@@ -228,12 +228,18 @@ def bench_folder(results: Path) -> Path:
     return folder
 
 
-def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[BenchRow]) -> Path:
+def write_bench(
+    folder: Path,
+    name: str,
+    now: datetime,
+    rows: Iterable[Mapping[str, object]],
+    columns: Sequence[str] = COLUMNS,
+) -> Path:
     """Writes the rows of one benchmark and returns the path; None is an empty value. Raises StorageError."""
     text = StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.as_dict() for row in rows)
+    writer.writerows(rows)
     path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.csv"
     write_atomically(path, text.getvalue())
     return path

@@ -17,10 +17,11 @@ from statistics import median, quantiles
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, in_turns, ratio_row
+from engine.core.deadlines import ATTEMPT
 from engine.core.errors import ensure
 from engine.core.kv import Put, Txn, equal
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_kv import ATTEMPT_S, EndpointClient, EtcdKV
+from engine.runtime.store.etcd_kv import EndpointClient, EtcdKV
 
 GOAL = 1.2
 _ROOT = "/bamboo/bench/"
@@ -42,7 +43,7 @@ def bench_kv(num_pairs: int, folder: Path) -> list[BenchRow]:
         settings = server.settings()
         (endpoint,) = settings.endpoints
         kv = EtcdKV(settings, _ROOT)
-        bare = EndpointClient(endpoint, timeout=ATTEMPT_S)
+        bare = EndpointClient(endpoint, timeout=ATTEMPT.usual_ns / 1e9)
         rows = _calls(kv, bare, num_pairs)
         kv.close()
         bare.close()

@@ -80,7 +80,7 @@ def _launch_ours(job: Job, folder: Path) -> float:
 
 def _launch_torchrun(job: Job, folder: Path) -> float:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}"]
-    command += ["-m", "engine.bench.torchrun_peer", json.dumps(asdict(replace(job, steps=1)))]
+    command += ["-m", "engine.bench.torch_side", json.dumps(asdict(replace(job, steps=1)))]
     # torchrun leaves its temporary files behind.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         run = run_python(folder, command, TMPDIR=temporary)

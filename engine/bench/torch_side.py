@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -94,21 +97,6 @@ class TorchPipeline:
             self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
 
 
-def rank_of_torchrun(job: Job) -> tuple[int, TorchPipeline, torch.optim.Optimizer]:
-    """Joins the default process group as a rank of torchrun; returns the rank, its pipeline and its AdamW."""
-    torch.set_num_threads(job.threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    distributed.init_process_group("gloo")
-    rank, data = distributed.get_rank(), open_data(job)
-    model = build_model(job, data.facts)
-    starts = partition(job.partition, job.stages, [layer.kind for layer in model.layers], ())
-    ends = (*starts[1:], len(model.layers))
-    layers = nn.ModuleList(build_layer(job, model, index) for index in range(starts[rank], ends[rank]))
-    batches = [data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
-    pipeline = TorchPipeline(job, model, {rank: layers}, batches)
-    return rank, pipeline, torch.optim.AdamW(layers.parameters(), lr=job.lr)
-
-
 class TorchSide:
     """Torch's pipeline as one side of the pipeline benchmark."""
 
@@ -125,3 +113,27 @@ class TorchSide:
 
     def tidy(self) -> None:
         """Does nothing: torch leaves nothing over."""
+
+
+def main() -> None:
+    """Runs one step as a rank of torchrun, with AdamW, and prints when it ended; the argument is the job as JSON."""
+    job = Job(**json.loads(sys.argv[1]))
+    torch.set_num_threads(job.threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    distributed.init_process_group("gloo")
+    rank, data = distributed.get_rank(), open_data(job)
+    model = build_model(job, data.facts)
+    starts = partition(job.partition, job.stages, [layer.kind for layer in model.layers], ())
+    ends = (*starts[1:], len(model.layers))
+    layers = nn.ModuleList(build_layer(job, model, index) for index in range(starts[rank], ends[rank]))
+    batches = [data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=job.lr)
+    TorchPipeline(job, model, {rank: layers}, batches).run_step()
+    optimizer.step()
+    os.write(1, f"ended_ns={time.monotonic_ns()}\n".encode())  # one write: the lines of the ranks share a pipe
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

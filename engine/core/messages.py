@@ -39,6 +39,7 @@ class WelcomeMessage(ToWorker):
     network: Plain | None = None  # of a run on several hosts: its certificate and key as PEM, or nothing for clear text
     local_rank: int = 0  # the least number that no other living worker of its host has: that of its GPU
     host: str = ""  # of several
+    outputs: str = ""  # the folder of the outputs of a prediction
 
 
 @message

@@ -16,6 +16,7 @@ from engine.core.checks.external_verdict import ExternalVerdict, StateReport, ju
 from engine.core.errors import Problem, UserError
 from engine.core.faults.external import ExternalScenario
 from engine.core.faults.fault import FaultKind
+from engine.external.effects import missing
 from engine.external.referee import JOB_FOLDER, VARIABLE, Referee
 from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.host_facts import host_facts
@@ -23,6 +24,7 @@ from engine.files.jobs.external_file import LoadedExternal
 from engine.files.jobs.library import EXTERNAL_FOLDER
 from engine.files.run_folder import RunFolder, create_run_folder, run_json_text
 from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.locks import folder_used
 from engine.runtime.process.subprocesses import ask
 
 
@@ -52,30 +54,34 @@ def run_external(
     With `root`, a process, it strikes the job that runs below it instead. `hear` gets the output, `say` a line about
     the folder.
 
-    Raises UserError if the command cannot be started, and StorageError if the folder cannot be written.
+    Raises UserError if the command cannot be started or this host lacks what a fault needs, and StorageError if the
+    folder cannot be written.
     """
     scenario = loaded.scenario
     reported = _reported_by(root) if root is not None else None
     if root is None and shutil.which(scenario.command[0]) is None:
         raise UserError([Problem("command", "a program that can be started", repr(scenario.command[0]))])
+    if problems := [*missing(scenario, results)]:
+        raise UserError(problems)
     folder = create_run_folder(
         results / EXTERNAL_FOLDER, scenario.name.lower(), datetime.now(), secrets.token_hex(2), say
     )
-    facts = _facts(loaded)
-    write_atomically(folder.run_json, run_json_text(facts))
-    if root is None:
-        run = Referee(scenario, kinds, folder.path, hear).run(interrupts)
-    else:
-        run = Referee(scenario, kinds, folder.path, hear, reported).attach(root, interrupts)
-    evidence: ExternalVerdict | None = None
-    if scenario.expect.needs_twin and run.end.why == "exit":
-        make_folder(folder.twin.logs, folder.path)
-        twin = Referee(replace(scenario, faults=()), kinds, folder.twin.path, hear).run(interrupts)
-        if twin.end.why == "exit":
-            evidence = _evidence(scenario, run, twin, folder)
-    checks = external_checks(scenario, run, evidence)
-    result = ExternalResult(run, checks, tuple(run.recoveries()), evidence)
-    write_atomically(folder.run_json, run_json_text(facts | {"result": result.as_dict()}))
+    with folder_used(folder.path):
+        facts = _facts(loaded)
+        write_atomically(folder.run_json, run_json_text(facts))
+        if root is None:
+            run = Referee(scenario, kinds, folder.path, hear).run(interrupts)
+        else:
+            run = Referee(scenario, kinds, folder.path, hear, reported).attach(root, interrupts)
+        evidence: ExternalVerdict | None = None
+        if scenario.expect.needs_twin and run.end.why == "exit":
+            make_folder(folder.twin.logs, folder.path)
+            twin = Referee(replace(scenario, faults=()), kinds, folder.twin.path, hear).run(interrupts)
+            if twin.end.why == "exit":
+                evidence = _evidence(scenario, run, twin, folder)
+        checks = external_checks(scenario, run, evidence)
+        result = ExternalResult(run, checks, tuple(run.recoveries()), evidence)
+        write_atomically(folder.run_json, run_json_text(facts | {"result": result.as_dict()}))
     return ExternalCase(folder.path, result)
 
 

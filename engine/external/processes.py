@@ -19,6 +19,7 @@ from engine.runtime.process.kernel import process_state
 from engine.runtime.process.subprocesses import is_readable
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish"})
+_SETTLED_NS = 10_000_000_000  # until then a process may be a fork that executes a rank, with the environment of one
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -81,9 +82,11 @@ class JobProcesses:
         while members := [process for process in new if self._belongs(process)]:
             self.alive |= {process.pid: process for process in members}
             new = [process for process in new if process.pid not in self.alive]
+        settled_ns = time.monotonic_ns() - _SETTLED_NS
         for process in new:
             os.close(process.pidfd)
-            self._others.add(process.pid)
+            if process.began_ns < settled_ns:
+                self._others.add(process.pid)
         begun = [process for process in self.alive.values() if self._becomes_rank(process)]
         for process in begun:
             self.ranks[process.rank or 0] = process
@@ -151,11 +154,12 @@ class JobProcesses:
         if process.rank is not None or process.is_below or process.has_ended:
             return False
         variables = dict(line.partition("=")[::2] for line in _environment(process.pid))
-        process.number = self.launcher.rank_of(variables)
+        title = _read(process.pid, "comm").strip()
+        process.number = self.launcher.rank_of(variables, title)
         number = process.number
         if number is None and process.pid == self.root:
             number = self.launcher.root_rank
-        if number is None or _read(process.pid, "comm").strip() in _SHELLS:
+        if number is None or title in _SHELLS:
             return False
         process.is_below = self._is_below(process, number)
         process.rank = None if process.is_below else number

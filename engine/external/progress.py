@@ -23,6 +23,7 @@ from engine.core.texts import pattern_error
 _FINGERPRINTS = ".fingerprints.jsonl"
 _LAUNCHER_RANK = re.compile(r"\[(?:default|rank)(\d+)\]:")  # before a line of a rank, by torchrun
 _HEAD, _TAIL = struct.Struct("<QI"), 4  # of a TensorBoard record: its length and a checksum, and another one behind it
+_UNREADABLE = b"\xff"  # no event
 _FLOAT = 1  # the type of a tensor in a TensorBoard summary
 
 
@@ -39,30 +40,47 @@ class ProgressSource(Protocol):
 
 @dataclass(slots=True)
 class GrowingFile:
-    """A file that a job appends to; one that became shorter was begun again."""
+    """A file that a job appends to; one that became shorter was begun again.
+
+    It is read in parts of at most `most` bytes, and no line or record may be longer: of such a line an empty one is
+    left, and behind such a record, whose end is not known, the file is given up.
+    """
 
     path: Path
+    most: int = 1 << 24
     _position: int = 0
     _rest: bytes = b""
+    _is_given_up: bool = False
 
-    def lines(self) -> list[bytes]:
-        """Returns the whole lines that the file has gained; none while it does not exist."""
-        *lines, self._rest = (self._rest + self._gained()).split(b"\n")
-        return lines
+    def lines(self) -> Iterator[bytes]:
+        """Yields the whole lines that the file has gained; none while it does not exist."""
+        while data := self._gained():
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if self._is_given_up and lines:  # the end of a long line
+                lines[0], self._is_given_up = b"", False
+            if self._is_given_up or len(self._rest) > self.most:
+                self._rest, self._is_given_up = b"", True
+            yield from lines
 
     def records(self) -> Iterator[bytes]:
-        """Yields the whole records of a TensorBoard event file that it has gained."""
-        data, begin = self._rest + self._gained(), 0
-        while begin + _HEAD.size <= len(data):
-            size, _ = _HEAD.unpack_from(data, begin)
-            end = begin + _HEAD.size + size
-            if end + _TAIL > len(data):
-                break
-            yield data[begin + _HEAD.size : end]
-            begin = end + _TAIL
-        self._rest = data[begin:]
+        """Yields the whole records of a TensorBoard event file that it has gained; where it is given up, nonsense."""
+        while not self._is_given_up and (data := self._gained()):
+            data, begin = self._rest + data, 0
+            while begin + _HEAD.size <= len(data):
+                size, _ = _HEAD.unpack_from(data, begin)
+                end = begin + _HEAD.size + size
+                if size > self.most:
+                    self._is_given_up = True
+                    yield _UNREADABLE
+                    return
+                if end + _TAIL > len(data):
+                    break
+                yield data[begin + _HEAD.size : end]
+                begin = end + _TAIL
+            self._rest = data[begin:]
 
     def _gained(self) -> bytes:
+        """Returns the next part of what the file has gained; nothing at its end."""
         try:
             size = self.path.stat().st_size
             if size == self._position:
@@ -71,7 +89,7 @@ class GrowingFile:
                 self._position, self._rest = 0, b""
             with self.path.open("rb") as file:
                 file.seek(self._position)
-                data = file.read()
+                data = file.read(self.most)
         except FileNotFoundError:
             return b""
         self._position += len(data)

@@ -37,6 +37,7 @@ from engine.core.checks.external_verdict import StepReport
 from engine.core.errors import Problem, UserError
 from engine.core.faults.external import (
     ANY_RANK,
+    BEYOND_SIGNALS,
     ExternalFault,
     ExternalScenario,
     ExternalTarget,
@@ -46,6 +47,7 @@ from engine.core.faults.external import (
 )
 from engine.core.faults.fault import FaultKind, Sign, TimedSignal
 from engine.core.faults.launchers import blamed, is_notice
+from engine.external.effects import Effect, begin_effect
 from engine.external.kinds import signals_of
 from engine.external.processes import JobProcess, JobProcesses
 from engine.external.progress import (
@@ -90,6 +92,16 @@ class _Strike:
     is_seen: bool = False
 
 
+@dataclass(slots=True)
+class _Ongoing:
+    """A fault beyond signals, and when it ends."""
+
+    fault: ExternalFault
+    effect: Effect
+    until_ns: int
+    is_seen: bool = False
+
+
 class Referee:
     """One run of a job: `folder` gets its events, its output and its reports; `hear` gets each line of output.
 
@@ -118,6 +130,7 @@ class Referee:
         self._strikes: list[_Strike] = []
         self._queue: list[tuple[int, int, _Strike, TimedSignal]] = []
         self._order = count()
+        self._ongoing: list[_Ongoing] = []
         self._rest = b""
         self._begun: dict[int, int] = {}  # rank -> processes
         self._reported: set[int] = set()  # pids
@@ -169,6 +182,8 @@ class Referee:
         return ExternalRun(self.events, leftovers, self._source.unread, *reported_states(self._progress))
 
     def _close(self) -> None:
+        for each in self._ongoing:
+            each.effect.end()
         self._processes.close()
         os.close(self._log_fd)
         os.close(self._events_fd)
@@ -212,7 +227,8 @@ class Referee:
         if self._pending.left or self._queue or now_ns() < self._asked_ns:
             return False
         self._asked_ns = now_ns() + _ASK_NS
-        return all(each.is_seen for each in self._strikes) and all(
+        is_seen = all(each.is_seen for each in self._strikes) and all(each.is_seen for each in self._ongoing)
+        return is_seen and all(
             recovery.resume_ns is not None and self.events[-1].at_ns - recovery.resume_ns > _ASK_NS
             for recovery in ExternalRun([*self.events, CommandEnded(now_ns(), None, "attached")]).recoveries()
         )
@@ -250,7 +266,8 @@ class Referee:
             for process in begun:
                 self._note_begun(process)
         if any(each.moment.during == "checkpoint" for each in self._pending.left):
-            self._view.is_writing = self._sees_writing()
+            is_writing = self._sees_writing()
+            self._view.is_writing = is_writing and bool(self._view.steps)  # files of the start are no checkpoint
         self._view.restarted = frozenset(
             rank
             for rank, times in self._begun.items()
@@ -320,6 +337,13 @@ class Referee:
                 strike.is_seen = True
                 how = "the process has ended" if strike.victims[0].has_ended else "the process stands still"
                 self._note(EffectSeen(now_ns(), strike.fault.id, how))
+        for ongoing in [*self._ongoing]:
+            if not ongoing.is_seen and (how := ongoing.effect.seen()):
+                ongoing.is_seen = True
+                self._note(EffectSeen(now_ns(), ongoing.fault.id, how))
+            if now_ns() >= ongoing.until_ns:
+                ongoing.effect.end()
+                self._ongoing.remove(ongoing)
 
     def _begin(self, fault: ExternalFault) -> None:
         victims = self._victims(fault.target)
@@ -328,11 +352,21 @@ class Referee:
             return
         kind = self._kinds[fault.do]
         parameters = kind.with_defaults(fault.parameters)
+        if fault.do in BEYOND_SIGNALS:
+            at_ns = now_ns()
+            effect = begin_effect(fault, victims)
+            if isinstance(effect, str):
+                self._note(EffectSeen(now_ns(), fault.id, effect, why_not=True))
+                return
+            self._ongoing.append(_Ongoing(fault, effect, at_ns + int(parameters.get("for_ns", 1 << 62))))
+            self._note(StrikeMade(at_ns, fault.id, fault.target.numbers, tuple(each.pid for each in victims)))
+            return
         strike = _Strike(fault, kind, victims, signals_of(kind, parameters), now_ns())
         if self._send(strike, next(strike.signals)):
             self._strikes.append(strike)
             pids = tuple(each.pid for each in victims)
-            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids))
+            still_ns = 0 if fault.do == "slow" else int(parameters.get("for_ns", 0))
+            self._note(StrikeMade(strike.at_ns, fault.id, fault.target.numbers, pids, still_ns))
         else:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 

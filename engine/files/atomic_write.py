@@ -41,13 +41,15 @@ def of_system(error: OSError) -> BambooError:
     return StorageError(f"{error.filename or 'output'}: {error.strerror or error}")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
     """Replaces bamboo's own file at `path` once the whole content is on disk; only this user can read it.
+
+    One that is not `is_synced` outlives this process, but not a loss of power.
 
     Raises StorageError if the content could not be stored, or the folder is a link; the file at `path` is unchanged.
     """
     with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
-        _replace(folder, path.name, content, _PRIVATE)
+        _replace(folder, path.name, content, _PRIVATE, is_synced=is_synced)
 
 
 def write_named(path: Path, content: str | bytes) -> None:
@@ -193,7 +195,7 @@ def _refuse_link(name: str | Path, folder: int | None) -> None:
             raise OSError(errno.ELOOP, f"{Path(name).name!r} is a link, and bamboo follows none here")
 
 
-def _replace(folder: int, name: str, content: str | bytes, mode: int) -> None:
+def _replace(folder: int, name: str, content: str | bytes, mode: int, *, is_synced: bool = True) -> None:
     """Replaces an entry of a folder with a file of this mode; 0 means the mode of the umask."""
     temporary = f".bamboo-{os.urandom(8).hex()}.tmp"
     fd = os.open(temporary, _NEW, mode or 0o666, dir_fd=folder)
@@ -203,7 +205,8 @@ def _replace(folder: int, name: str, content: str | bytes, mode: int) -> None:
                 with suppress(PermissionError):  # of a file system without modes
                     os.fchmod(fd, mode)
             _write_all(fd, content)
-            os.fsync(fd)
+            if is_synced:
+                os.fsync(fd)
         finally:
             os.close(fd)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -70,6 +70,11 @@ class RunFolder:
         return self.path / CHECKPOINTS_FOLDER
 
     @property
+    def outputs(self) -> Path:
+        """The folder of the outputs of a prediction, a file for each microbatch."""
+        return self.path / "outputs"
+
+    @property
     def twin(self) -> RunFolder:
         """The folder of its fault-free twin."""
         return RunFolder(self.path / _TWIN)
@@ -255,6 +260,15 @@ RUN: OwnNames = {  # `bed` has the folders of the hosts of a bed, which write as
     "bed": {r"h[0-9]+": {RUN_NAME: _OF_HOST, LATEST: LINK, **TEMPORARY_LINK}},
     **_OF_HOST,
 }
+# The run of another launcher's job: `job` is the folder that its command may fill.
+_OF_COMMAND: OwnNames = {
+    r"events\.jsonl": FILE,
+    "logs": {r"command\.log": FILE},
+    "progress": {r"[0-9]+-[0-9]+(\.fingerprints)?\.jsonl": FILE},
+    "job": TREE,
+    **TEMPORARY,
+}
+EXTERNAL_RUN: OwnNames = {r"run\.json|report\.html": FILE, "twin": _OF_COMMAND, **_OF_COMMAND}
 TWINS: OwnNames = {r"[0-9a-f]{32}\.csv": FILE, **TEMPORARY}
 _CELLS: OwnNames = {RUN_NAME: RUN, "twins": TWINS, rf"{LATEST}|{_TEMPORARY_NAME}": LINK, r".+\.yaml": FILE}
 MATRIX: OwnNames = {

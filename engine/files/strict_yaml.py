@@ -107,8 +107,9 @@ def read_scalar(text: str, source: str, name: str) -> Document:
     document = read_text(text, source)
     problems = [replace(problem, field=problem.field or name, line=0, column=0) for problem in document.problems]
     if not problems and isinstance(document.value, (list, dict)):
-        kind = "a list" if isinstance(document.value, list) else "a mapping"
-        problems = [Problem(name, "one value", kind, "quote it", source)]
+        is_list = isinstance(document.value, list)
+        kind, hint = ("a list", "separate values by commas, without brackets") if is_list else ("a mapping", "quote it")
+        problems = [Problem(name, "one value", kind, hint, source)]
     # YAML would drop " # ..." as a comment; on a command line it is part of the value.
     if not problems and re.search(r"^[^'\"]*(^|\s)#", text):
         problems = [Problem(name, "one value", repr(text), "quote it", source)]

@@ -83,13 +83,13 @@ def _has_launcher(run: RunFolder) -> bool:
             first = json.loads(file.readline())
             status = os.fstat(file.fileno())
             file.seek(max(0, status.st_size - _LAST_BYTES))
-            if b'\n{"event":"ended",' in file.read():
-                return False
+            if b'\n{"event":"ended",' in file.read() or str(first["event"])[:1].isupper():
+                return False  # events of another launcher's job begin so: there only the lock counts
     except FileNotFoundError:
         if (run.path / RESULTS).exists():  # a matrix that has begun
             return False
         return time.time() - run.path.stat().st_mtime < _START_S
-    except (OSError, ValueError, RecursionError):
+    except (OSError, LookupError, TypeError, ValueError, RecursionError):
         return False
     try:  # a pid that was reused since then is not the launcher's
         return psutil.Process(int(first["pid"])).create_time() < status.st_mtime + _CLOCK_ERROR_S

@@ -106,7 +106,7 @@ class OwnHost:
     room: int = 0  # for workers on each host; 0: for any
 
 
-_LEASE_CALL_S, _REVOKE_S = 0.7, 2.0  # deadlines of calls; each kind has its own client
+_REVOKE_S = 2.0  # deadline of a call
 _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between hosts
 
 
@@ -125,7 +125,7 @@ def run_on_hosts(
     root = f"/bamboo/{options.run_id}/"
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(holding())
-        clients = (EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S))
+        clients = (EtcdKV(etcd, root), EtcdKV(etcd, root), EtcdKV(etcd, root, _REVOKE_S))  # one for each kind of call
         kv, lease_kv, watch_kv = (stack.enter_context(contextlib.closing(client)) for client in clients)
         keeper = KeptLease(lease_kv, options.lease_s, lease_kv.allow)
         stack.callback(back := partial(_give_back, keeper))

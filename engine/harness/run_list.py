@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from engine.core.manifest import is_part
 from engine.files.atomic_write import open_to_read
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.events_file import events_of
+from engine.files.external_runs import external_facts
 from engine.files.jobs.checkpoint_choice import find_checkpoint
+from engine.files.jobs.library import EXTERNAL_FOLDER
 from engine.files.matrix_results import MATRICES, RESULTS
 from engine.files.run_folder import (
+    EXTERNAL_RUN,
     MATRIX,
     RUN,
     TEMPORARY,
@@ -55,18 +59,32 @@ class RunRow:
     blocks: int = 1
     steps: int = 0
     num_steps: int = 0
+    command: str = ""  # of another launcher's job
 
 
 def run_rows(results: Path) -> list[RunRow]:
-    """Returns the runs in a folder of results, the newest first."""
-    return [_row(results / name) for name in reversed(run_names(results))]
+    """Returns the runs in a folder of results, the newest first; with those of other launchers' jobs."""
+    foreign = _inner_names(results / EXTERNAL_FOLDER)
+    rows = [_row(results / name) for name in run_names(results)]
+    rows += [_external_row(results / EXTERNAL_FOLDER / name) for name in foreign]
+    return sorted(rows, key=lambda row: row.name.rpartition("/")[2], reverse=True)
+
+
+def _external_row(run: Path) -> RunRow:
+    name, started = f"{EXTERNAL_FOLDER}/{run.name}", _started(run)
+    try:
+        facts = external_facts(RunFolder(run))
+        result, command = facts.get("result"), shlex.join(facts["external"]["command"])
+        verdict = _unfinished(run) if result is None else str(result["verdict"])
+        checks = [] if result is None else [each for each in result["checks"] if each["result"] == verdict != "passed"]
+        why = f"{checks[0]['name']}: {checks[0]['text']}" if checks else ""
+    except (StorageError, LookupError, TypeError):
+        return RunRow(name, started, "unknown", "run.json cannot be read: bamboo report says why")
+    return RunRow(name, started, verdict, why, command=command)
 
 
 def _row(run: Path) -> RunRow:
-    try:
-        started = started_at(run.name).isoformat(" ")
-    except ValueError:
-        started = ""  # such as month 13: the user's folder
+    started = _started(run)
     try:
         history = _ends(RunFolder(run).events)
     except StorageError:
@@ -89,6 +107,13 @@ def _verdict(history: RunHistory) -> str:
     if comparison is not None and comparison.difference is None:
         return comparison.as_told
     return str(history.first(NotComparedRecord) or "")
+
+
+def _started(run: Path) -> str:
+    try:
+        return started_at(run.name).isoformat(" ")
+    except ValueError:
+        return ""  # such as month 13: the user's folder
 
 
 def _unfinished(run: Path) -> str:
@@ -156,10 +181,11 @@ def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[
     """Returns the leftovers in a folder of results, and the names of live runs and matrices."""
     entries: list[Leftover] = []
     busy: list[str] = []
-    matrices = results / MATRICES
+    matrices, external = results / MATRICES, results / EXTERNAL_FOLDER
     for folder, names, form, what in (
         (results, run_names(results), RUN, "run"),
         (matrices, _inner_names(matrices), MATRIX, "matrix"),
+        (external, _inner_names(external), EXTERNAL_RUN, "run of another launcher"),
     ):
         for number, name in enumerate(reversed(names)):
             path = folder / name

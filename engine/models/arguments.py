@@ -27,14 +27,22 @@ _parsing = threading.Lock()
 
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
-    """Raises UserError with every argument of a built-in factory that is unknown or has a wrong value."""
-    if problems := argument_problems(field, factory.__module__, factory.__name__, args):
+    """Raises UserError with every argument of a built-in factory that is unknown or has a wrong value.
+
+    It parses nothing: workers may be threads, and another thread may be in an import hook that parses.
+    """
+    parameters = inspect.signature(factory).parameters.values()
+    known = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    if problems := _problems(field, known, args):
         raise UserError(problems)
 
 
 def argument_problems(field: str, module: str, name: str, args: Args, beside: Collection[str] = ()) -> list[Problem]:
     """Returns the problems with the arguments of the built-in factory `name` in `module`; names `beside` are others."""
-    known = builtin_arguments(module, name) if args else {}
+    return _problems(field, builtin_arguments(module, name) if args else {}, args, beside)
+
+
+def _problems(field: str, known: Mapping[str, Scalar], args: Args, beside: Collection[str] = ()) -> list[Problem]:
     return [_unknown(field, each, {*known, *beside}) for each in args if each not in known] + [
         Problem(f"{field}.{argument}", _expected(argument, known[argument]), repr(value))
         for argument, value in args.items()

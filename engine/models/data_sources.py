@@ -102,7 +102,8 @@ def evaluation(data: Data, name: str, index: int, size: int) -> Batch:
 # (training, evaluation)                      the name of the second one is validation
 # {"train": ..., "validation": ..., ...}      each but the first is an evaluation set, by its name
 
-_TRAINING = ("train", "training")
+TRAINING = "training"
+_TRAINING = ("train", TRAINING)
 
 
 def given_sets(made: Any) -> DataSets | None:
@@ -272,7 +273,7 @@ class IndexedData:
 
     def rows(self) -> dict[str, MapStyle]:
         """Returns the sets by name whose samples can be read at any time: those that do not draw or are no streams."""
-        training = {} if self._source.draws or not self.num_samples else {"training": self._source.training}
+        training = {} if self._source.draws or not self.num_samples else {TRAINING: self._source.training}
         return {**training, **self._source.evaluations}
 
     def validation(self, index: int, size: int) -> Batch:
@@ -280,8 +281,9 @@ class IndexedData:
         return self.evaluation(next(iter(self.evaluation_sets)), index, size)
 
     def evaluation(self, name: str, index: int, size: int) -> Batch:
-        """Returns the next `size` samples of an evaluation set in its order, cyclically."""
-        samples = self._source.evaluations[name]
+        """Returns the next `size` samples of an evaluation set, or of the training set, in its order, cyclically."""
+        if (samples := self.rows().get(name)) is None:
+            raise UserError([Problem("--samples", "samples that do not depend on draws", repr(name))])
         numbers = (number % len(samples) for number in range(index * size, (index + 1) * size))
         return self._collated([samples[number] for number in numbers])
 

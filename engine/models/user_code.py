@@ -248,9 +248,10 @@ def _is_installed(filename: str) -> bool:
 
 
 def shown(filename: str) -> str:
-    """Returns a path as short as it can be: relative to the current folder if it lies below."""
+    """Returns a path as short as it can be: from site-packages, or from the current folder, if it lies below."""
+    _, installed, package = filename.rpartition("/site-packages/")
     try:
-        return str(Path(filename).relative_to(Path.cwd()))
+        return package if installed else str(Path(filename).relative_to(Path.cwd()))
     except (ValueError, OSError):  # it lies elsewhere, or the current folder is gone
         return filename
 

@@ -27,15 +27,23 @@ COLUMNS = ["figure", "a_n", "b_n", "a_p50", "b_p50", "a_p95", "b_p95", "ratio", 
 
 def compare(a: RunTables, b: RunTables) -> pd.DataFrame:
     """Returns one row per figure that both runs have, in milliseconds; the figure that slowed down most comes first."""
-    ours, theirs = _figures(a), _figures(b)
+    return compare_figures(figures_of(a), figures_of(b))
+
+
+def compare_figures(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> pd.DataFrame:
+    """Returns the rows of `compare` for the values of each figure."""
     rows = [_row(name, ours[name], theirs[name]) for name in ours if name in theirs]
     return pd.DataFrame(rows, columns=COLUMNS).sort_values("ratio", ascending=False, ignore_index=True)
 
 
 def different_fields(a: Job, b: Job) -> dict[str, tuple[Any, Any]]:
     """Returns the values of each field, or argument, in which two jobs differ; the name and the folder do not count."""
-    ours, theirs = _flat(a), _flat(b)
-    names = [name for name in {**ours, **theirs} if name not in ("name", "results")]
+    return different_values(_flat(a), _flat(b))
+
+
+def different_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the values of two jobs that differ, but for names, folders, and the scenario that holds them."""
+    names = [name for name in {**ours, **theirs} if name not in ("name", "results", "scenario")]
     return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
 
 
@@ -46,7 +54,8 @@ def _flat(job: Job) -> dict[str, Any]:
     return flat
 
 
-def _figures(run: RunTables) -> dict[str, np.ndarray]:
+def figures_of(run: RunTables) -> dict[str, np.ndarray]:
+    """Returns the values of each figure of a run, in milliseconds."""
     columns = {"step": run.steps["duration_ms"].iloc[1:]}  # without the first step, which warms up
     for column in ("stall_ms", *PHASE_COLUMNS, "pause_ms"):
         columns[f"recovery: {column.removesuffix('_ms')}"] = run.recovery[column]

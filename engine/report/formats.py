@@ -15,6 +15,8 @@ import pandas as pd
 from engine.core.checks.recoveries import PHASES
 from engine.core.errors import EnvironmentLacksError
 
+DataTable = pd.DataFrame  # for annotations where pandas is not loaded
+
 
 def cell_text(value: Any) -> str:
     """Returns the text of a value: floats are rounded, and a missing value is empty."""

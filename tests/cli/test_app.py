@@ -126,7 +126,7 @@ def test_ctrl_c_is_answered_while_the_program_is_being_loaded(tmp_path: Path, mo
         return done.returncode, done.stdout, done.stderr
 
     code, shown, told = struck("run", "--steps", "0", "--json")
-    assert (code, told) == (130, "stopping; again to kill\n")
+    assert (code, told) == (130, "stopping; Ctrl-C again kills\n")
     assert json.loads(shown)["outcome"] == "interrupted"
     assert struck("schedule", "show", "--data", "none") == (-signal.SIGINT, "", "")  # which a shell calls 130
     assert not (tmp_path / "results").exists()

@@ -179,7 +179,7 @@ def test_one_line_begins_a_job_resumes_it_and_says_that_it_is_complete(tmp_path:
     assert said("--dry-run").startswith("no run of this job yet: it begins with step 0\n")
     job = invoke("run", "--steps", "9")[0].job
     keep(tmp_path / "results", "20261123-100000-a-0000", (3,), job)
-    assert said("--dry-run", "--stages", "2").startswith("goes on after step 3 of run 20261123-100000-a-0000 (")
+    assert said("--dry-run", "--stages", "2").startswith("resuming after step 3 of run 20261123-100000-a-0000 (")
     keep(tmp_path / "results", "20261124-100000-a-0000", (8,), job)
     complete = "complete: all 9 steps of this job are committed in run 20261124-100000-a-0000"
     assert said() == f"{complete}; there is nothing to resume\n"
@@ -198,7 +198,7 @@ def test_a_resumed_run_names_its_origin_at_the_start(tmp_path: Path) -> None:
     run = "20261122-100000-a-0000"
     place = keep(tmp_path / "results", run, (3,), Job(device="cpu"))
     said = CliRunner().invoke(bamboo, ["run", "--dry-run", "--json", "--resume", "latest"], catch_exceptions=False)
-    assert said.stderr.splitlines() == [f"goes on after step 3 of run {run} ({place})"]
+    assert said.stderr.splitlines() == [f"resuming after step 3 of run {run} ({place})"]
 
 
 @pytest.fixture(name="parsed")

@@ -124,3 +124,34 @@ def test_torchrun_blames_by_pid() -> None:
     assert blamed(TORCHRUN, line) == {"local_rank": 1, "pid": 6140} and is_notice(TORCHRUN, line)
     assert is_notice(TORCHRUN, "W1127 api.py:1028] Sending process 6139 closing signal SIGTERM")
     assert blamed(TORCHRUN, "rank=1 step=3") is None and not is_notice(PLAIN, line)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "numbers"),
+    [
+        (
+            "nvrx",
+            "[ERROR] [ft_launcher31807@vm] failed (exitcode: -9) local_rank: 1 (pid: 31947) of binary: python",
+            {"local_rank": 1, "pid": 31947},
+        ),
+        ("ray", "\x1b[36m(TrainController pid=32477)\x1b[0m [Rank 1 Error Snippet]:", {"rank": 1}),
+        (
+            "deepspeed",
+            "[2026-11-28 04:20:23,422] [INFO] [launch.py:253:sigkill_handler] Killing subprocess 12233",
+            None,
+        ),
+        ("bamboo", "worker 1 was ended by SIGKILL after 1F1 of step 51; worker 0 took over stage 1", {"rank": 1}),
+        ("bamboo", "worker 1 has been silent for 10.2 s and is put out; worker 0 takes over", {"rank": 1}),
+        ("bamboo", "worker 1 hands over at the boundary after step 51 or a few later", {"rank": 1}),
+        ("bamboo", "step 52/120  loss 1.9293  no step for 4 s: waiting for worker 1, silent for 5 s", None),
+    ],
+)
+def test_words_of_launchers_as_they_wrote_them(name: str, line: str, numbers: dict[str, int] | None) -> None:
+    assert blamed(LAUNCHERS[name], line) == numbers
+    assert is_notice(LAUNCHERS[name], line) or name == "bamboo"
+
+
+def test_a_worker_of_bamboo_has_its_rank_in_its_title() -> None:
+    launcher = LAUNCHERS["bamboo"]
+    assert [launcher.rank_of({}, title) for title in ("bamboo-1", "bamboo-fork", "python")] == [1, None, None]
+    assert TORCHRUN.rank_of({}, "bamboo-1") is None

@@ -64,6 +64,35 @@ def test_a_restart_has_its_phases_its_stall_and_its_lost_steps() -> None:
     assert str(recovery).startswith("first: training stalled for 1.30 s (ranks stand still after 0 ms, launcher")
 
 
+def test_strikes_of_a_job_that_goes_on_without_the_rank_are_two_recoveries() -> None:
+    events = [
+        *steps({0: 10}, range(6), 100),
+        *(StrikeMade(602 * MS, "first", (1,), (11,)), RankEnded(603 * MS, 1, 11)),
+        *steps({0: 10}, range(6, 10), 900),
+        *(StrikeMade(1203 * MS, "second", (2,), (12,)), RankEnded(1204 * MS, 2, 12)),
+        *steps({0: 10}, range(10, 14), 1600),
+        CommandEnded(3000 * MS, 0),
+    ]
+    first, second = ExternalRun(events).recoveries()
+    assert (first.faults, second.faults) == (("first",), ("second",))
+    assert [each.stall and each.stall.least_ns // MS for each in (first, second)] == [200, 300]
+
+
+def test_a_report_without_a_rank_is_no_return_while_the_rank_stands_still() -> None:
+    reports = [StepReport(step, at_ms * MS) for step, at_ms in enumerate([100, 200, 300, 400, 1400, 1500])]
+    strike = StrikeMade(390 * MS, "first", (1,), (11,), 900 * MS)
+    (recovery,) = ExternalRun([*reports, strike, CommandEnded(3000 * MS, 0)]).recoveries()
+    assert recovery.stall is not None and recovery.stall.least_ns == 900 * MS
+
+
+def test_a_failure_that_is_told_late_counts_and_one_that_is_told_again_does_not() -> None:
+    late = LauncherLine(2500 * MS, "worker 0 was ended", 0)
+    (recovery,) = restarted(late).recoveries()
+    assert recovery.blamed == (0, 1) and "notice" in recovery.phases_ns
+    (recovery,) = restarted(replace(late, at_ns=100 * MS), late).recoveries()
+    assert recovery.blamed == (1,)
+
+
 def test_all_expectations_of_a_good_run_pass() -> None:
     run = restarted()
     assert external_checks(SCENARIO, run)[0].text == "first: struck 1.0 ms after step 5, the process has ended"

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from engine.core.hosts.deadlines import BACK, RENEWAL, SILENT, Deadline, RoundTrips
+from engine.core.deadlines import BACK, RENEWAL, SILENT, Deadline, RoundTrips
 from engine.core.hosts.ends import HostSight, LeaseTime
+from engine.core.protocol.state import Options, begin
 
 MS = 1_000_000
 S = 1_000 * MS
@@ -91,3 +92,11 @@ def test_a_record_comes_with_each_change_that_matters_and_not_with_noise() -> No
 def test_three_renewals_fit_into_the_time_of_a_lease(ttl_s: int) -> None:
     lease = LeaseTime(ttl_s * S, 0)
     assert 0 <= lease.end_ns - 3 * lease.longest_call_ns < 3
+
+
+def test_the_deadlines_of_workers_follow_the_network_too() -> None:
+    state = begin(Options(stages=2, redundant=True, look_ns=S, silence_ns=5 * S), (0, 1), ((1,), (0,)), 9, 0)
+    fast, slow, slower = (state._replace(round_trip_ns=each).patience for each in (0, 200 * MS, 60 * S))
+    assert (fast.look_ns, fast.silence_ns) == (S, 5 * S)
+    assert (slow.look_ns, slow.silence_ns) == (S + 1200 * MS, 6 * S)
+    assert (slower.look_ns, slower.silence_ns) == (S + 2800 * MS, 14_200 * MS)

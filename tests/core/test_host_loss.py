@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.hosts.ends import BACK_NS, LATER_NS, SILENT_NS, HostSight
+from engine.core.deadlines import LATER_NS
+from engine.core.hosts.ends import BACK_NS, SILENT_NS, HostSight
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.protocol.coordinator_state import first_state

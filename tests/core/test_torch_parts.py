@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from engine.core.job.hugging_face import IMPORTS, MODEL
 from engine.core.job.job import Job
 from engine.core.job.torch_parts import (
     LR_SCHEDULES,
@@ -105,6 +106,7 @@ def test_lists_become_tuples() -> None:
 def test_only_a_class_imports_the_compiler() -> None:
     assert [preloads(Job(optimizer=each)) for each in ("adamw", "sgd")] == [(), ()]
     assert preloads(Job(optimizer="adam")) == preloads(Job(optimizer="mine:Lion")) == ("torch._dynamo",)
+    assert preloads(Job(model=MODEL)) == IMPORTS
 
 
 def test_the_steps_of_a_job_decide_only_some_rates() -> None:

@@ -22,7 +22,7 @@ from tests.e2e.launcher import Done, Launcher
 
 ANSWER_S = 0.3
 END_S = 2.0
-ANSWER = "stopping; again to kill"
+ANSWER = "stopping; Ctrl-C again kills"
 _POLL_S = 0.002
 _WAIT_S = 60.0
 

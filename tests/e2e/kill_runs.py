@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def job_of(setting: str) -> Job:
     """Returns the job of a setting; it has enough steps for the deaths of all workers but one."""
-    return Job(**{"microbatch_size": 2, "steps": 18, "validate_every": 0, **SETTINGS[setting]})
+    return Job(**{"microbatch_size": 2, "steps": 18, "validate_every": 0, "check_pure": False, **SETTINGS[setting]})
 
 
 class Runs:
@@ -78,6 +78,11 @@ class Runs:
     def last(self) -> Path:
         """The folder of the last run."""
         return self._folder / str(self._count)
+
+    @property
+    def next(self) -> Path:
+        """The folder of the next run."""
+        return self._folder / str(self._count + 1)
 
     @property
     def requests(self) -> Path:

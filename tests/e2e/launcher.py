@@ -7,13 +7,11 @@ on the same machine.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import termios
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +28,7 @@ from engine.files.events_file import read_history
 from engine.files.evidence import proof_of
 from engine.files.run_folder import RunFolder
 from tests.e2e.recorded import events_of
+from tests.e2e.warm_start import start
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.02
@@ -87,19 +86,13 @@ class Launcher:
         for name, text in files.items():
             (folder / name).write_text(text)
         self._terminal, far = os.openpty() if on_terminal else (-1, -1)
+        everything = {**own, **environment, **({"TERM": "xterm"} if on_terminal else {})}
+        stdin = far if on_terminal else os.open(os.devnull, os.O_RDONLY)
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "bamboo_cli", *arguments],
-                cwd=folder,
-                env={**own, **environment, **({"TERM": "xterm"} if on_terminal else {})},
-                stdin=far if on_terminal else subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=far if on_terminal else stderr,
-                start_new_session=True,
-                preexec_fn=_control_terminal if on_terminal else None,  # noqa: PLW1509 - this process has one thread
-            )
+            streams = (stdin, stdout.fileno(), far if on_terminal else stderr.fileno())
+            self.process = start(arguments, folder, everything, streams, on_terminal=on_terminal)
+        os.close(stdin)
         if on_terminal:
-            os.close(far)
             os.set_blocking(self._terminal, False)
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
@@ -224,10 +217,6 @@ def _private_stores(results: Path) -> list[str]:
 def _shared_memory() -> set[Path]:
     """Returns all pieces but named semaphores: other programs of the host make them, bamboo makes none."""
     return {each for each in _SHARED_MEMORY.iterdir() if not each.name.startswith("sem.")}
-
-
-def _control_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def on_a_terminal(folder: Path, *arguments: str) -> str:

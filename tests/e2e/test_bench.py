@@ -6,15 +6,20 @@ import csv
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.bench import referee
 from engine.core.checks.recoveries import PHASES
 from engine.harness.host_checks import hosts_error
-from tests.e2e.launcher import Launcher
+from engine.runtime.process.interrupts import holding
+from tests.e2e.launcher import ROOT, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -155,14 +160,6 @@ def test_recovery(launch: Launch) -> None:
     assert {row["metric"].split()[0] for row in rows} >= set(PHASES)
 
 
-@pytest.mark.soak
-def test_recovery_beside_torchrun(launch: Launch) -> None:
-    stall, attempts = rows_of(launch, "recovery", "--case", "torchrun", positive=False)
-    assert (stall["goal"], stall["n"]) == (0.0666667, 1)
-    assert stall["peer"] > stall["ours"]
-    assert (attempts["ours"], attempts["peer"] >= 1) == (1, True)
-
-
 def test_an_unknown_case_is_told_from_a_failure(launch: Launch) -> None:
     done = launch("bench", "pipeline", "--case", "timed P=5").wait()
     assert done.code == 5
@@ -220,3 +217,22 @@ def test_hosts(launch: Launch, case: str, goals: list[Any]) -> None:
     assert [row["goal"] if goal is not ... else goal for row, goal in zip(rows, goals, strict=True)] == goals
     if case == "clocks":
         assert rows[1]["ours"] == 0, "each bound has the offset of the clocks"
+
+
+def test_referee_on_a_toy_and_on_what_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = referee.System("bamboo-train", "torchrun", (sys.executable,), str(ROOT / "tests/e2e/toy_launcher.py"))
+    monkeypatch.setattr(referee, "SYSTEMS", {"toy": toy, "absent": replace(toy, package="no-such-package")})
+    with holding() as interrupts:
+        rows = [*referee.referee_rows(["toy", "absent"], "terminate", 1, tmp_path, interrupts, str)]
+    done, absent = rows
+    assert (done.outcome, done.struck, done.blamed, done.bits) == ("recovered", (1,), (1,), "not compared")
+    assert done.lost == 0 and done.stall_ms is not None and done.command.endswith("{folder}")
+    assert (absent.outcome, absent.why, absent.stall_ms) == (
+        "not run",
+        "not installed: pip install no-such-package",
+        None,
+    )
+
+
+def test_an_unknown_system_is_refused(launch: Launch) -> None:
+    assert launch("bench", "referee", "--only", "torchrum").wait().code == 5

@@ -121,7 +121,7 @@ def test_an_interrupted_matrix_tells_what_it_has_leaves_nothing_and_goes_on(laun
     told = first.wait(30)
     assert told.code == 128 + signal.SIGTERM
     assert first.leftovers() == []
-    assert told.stderr.endswith("stopping; again to kill\n")
+    assert told.stderr.endswith("stopping; Ctrl-C again kills\n")
     assert re.search(r"^good +P$", told.stdout, re.MULTILINE) and re.search(r"^for-ever +-$", told.stdout, re.MULTILINE)
     assert "controls: interrupted after 1 of 2 cells: 1 passed, 0 failed, 0 invalid" in told.stdout
     assert told.stdout.splitlines()[-1].endswith(f"--results {results} --junit {junit} --resume")

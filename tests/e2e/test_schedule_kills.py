@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
     "microbatch_size": 2,
     "steps": 4,
     "validate_every": 0,
+    "check_pure": False,
 }
 ALL_KINDS: dict[str, Any] = {"model": "tests.e2e.state_models:all_kinds", "model_args": {}}
 WORKERS = 4

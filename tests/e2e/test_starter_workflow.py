@@ -113,6 +113,51 @@ def test_green_and_with_a_bug_in_the_model_red(project: Path, python: Path) -> N
     assert (project / "bamboo.html").read_bytes() == page.read_bytes(), "the page is not that of the failed cell"
 
 
+@pytest.fixture(name="command_project")
+def _command_project(tmp_path: Path) -> tuple[Path, Path]:
+    """A project with the files of `bamboo init --command`, and a folder with its torchrun, a toy, and with bamboo."""
+    folder, programs = tmp_path / "project", tmp_path / "programs"
+    for path in (folder, programs):
+        path.mkdir()
+    for name, program in (("bamboo", "-m bamboo_cli"), ("torchrun", str(ROOT / "tests/e2e/toy_launcher.py"))):
+        (programs / name).write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {program} "$@"\n')
+        (programs / name).chmod(0o755)
+    words = ["init", "--ci", "github", "--limit", "60s", "--command", "torchrun {folder} 60 2"]
+    subprocess.run([sys.executable, "-m", "bamboo_cli", *words], cwd=folder, check=True, env=clean())
+    return folder, programs
+
+
+def test_a_command_is_green_and_red_when_its_recovery_is_slower_than_the_limit(
+    command_project: tuple[Path, Path],
+) -> None:
+    folder, programs = command_project
+    inject, page = "bamboo inject scenarios/first.yaml --junit cells.xml", "keep the page of the run"
+    codes = run_workflow(folder, programs, skip="install bamboo")
+    assert not any(codes.values()) and {inject, page} <= codes.keys(), codes
+    assert 'tests="1" failures="0"' in (folder / "cells.xml").read_text()
+    assert "Passed: all expectations hold." in (folder / "bamboo.html").read_text()
+    scenario = folder / "scenarios/first.yaml"
+    scenario.write_text(scenario.read_text().replace("max: 60s", "max: 1ms"))
+    codes = run_workflow(folder, programs, skip="install bamboo")
+    assert {name: code for name, code in codes.items() if code} == {inject: 1}
+    assert 'failure type="threshold" message="recovery.max: training stalled for' in (folder / "cells.xml").read_text()
+    assert '<h1 class="bad">Recovery.max: training stalled for' in (folder / "bamboo.html").read_text()
+
+
+@pytest.mark.soak
+def test_a_real_torchrun_is_green_with_an_installed_bamboo(project: Path, python: Path) -> None:
+    for name in (".github", "scenarios"):
+        shutil.rmtree(project / name)
+    shutil.copy(ROOT / "docs/examples/any_job.py", project)
+    job = "torchrun --standalone --nproc-per-node 2 --max-restarts 1 any_job.py {folder}"
+    words = ["init", "--ci", "github", "--command", f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {job}"]
+    subprocess.run([sys.executable, "-m", "bamboo_cli", *words], cwd=project, check=True, env=clean())
+    (python / "torchrun").write_text(f'#!/bin/sh\nexec {python}/python -m torch.distributed.run "$@"\n')
+    (python / "torchrun").chmod(0o755)
+    codes = run_workflow(project, python)
+    assert len(codes) == 4 and not any(codes.values()), codes
+
+
 def test_without_a_place_of_bamboo_the_first_step_says_what_to_do(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "bamboo_cli", "init", "--ci", "github"], cwd=tmp_path, check=True, env=clean()

@@ -1,6 +1,6 @@
 """A launcher of a made-up job, in the standard library: two ranks in step, restarted together when one ends early.
 
-    toy_launcher.py FOLDER STEPS RESTARTS [PRELUDE]
+    toy_launcher.py FOLDER [STEPS RESTARTS [PRELUDE]]
 
 A rank counts steps of 20 ms from the newest one of both, and reports them as `bamboo.progress` does. With a
 prelude each rank starts a program that outlives it.
@@ -38,7 +38,7 @@ def train(folder: Path, steps: int, prelude: str) -> None:
 
 def main() -> None:
     """Starts the ranks, and all of them once more when one fails."""
-    folder, steps, restarts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, (steps, restarts) = Path(sys.argv[1]), map(int, sys.argv[2:4] or ("60", "1"))
     prelude = "".join(sys.argv[4:])
     if "RANK" in os.environ:
         train(folder, steps, prelude)

@@ -23,12 +23,15 @@ def _kill_group(group: int) -> None:
 
 
 @contextmanager
-def started(*jobs: tuple[list[str], dict[str, str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started(
+    *jobs: tuple[list[str], dict[str, str]], stdin: int | None = None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Starts processes with a command and variables each, and ends them behind the block."""
     with ExitStack() as stack:
         children = []
         for command, variables in jobs:
-            children.append(subprocess.Popen(command, env={"PATH": os.environ["PATH"], **variables}, process_group=0))
+            environment = {"PATH": os.environ["PATH"], **variables}
+            children.append(subprocess.Popen(command, env=environment, process_group=0, stdin=stdin))
             stack.callback(children[-1].wait)
             stack.callback(_kill_group, children[-1].pid)
         yield children
@@ -85,6 +88,21 @@ def test_a_new_process_takes_the_number_of_a_rank_that_has_ended() -> None:
             look_until(processes, lambda: processes.ranks[0].pid == new.pid)
             assert processes.rank(0) is not None and not held.send(9) and new.poll() is None
         processes.close()
+
+
+def test_a_fork_that_executes_a_rank_later_is_one_then() -> None:
+    forked = f"import os; os.read(0, 1); os.execve({SLEEP[0]!r}, {SLEEP!r}, {MARK | {'RANK': '0'}!r})"
+    near, far = os.pipe()
+    with started(([sys.executable, "-c", forked], {}), stdin=near) as (rank,):
+        processes = processes_of(0)
+        processes.look()
+        assert not processes.ranks
+        os.write(far, b"!")
+        look_until(processes, lambda: bool(processes.ranks))
+        assert processes.ranks[0].pid == rank.pid
+        processes.close()
+    os.close(near)
+    os.close(far)
 
 
 def test_a_reused_pid_is_another_process() -> None:

@@ -12,6 +12,7 @@ from engine.core.checks.external_verdict import StepReport
 from engine.core.errors import UserError
 from engine.external.progress import (
     FirstSource,
+    GrowingFile,
     JsonSteps,
     OutputSteps,
     ProgressSource,
@@ -112,3 +113,20 @@ def test_the_first_source_that_has_steps_counts(tmp_path: Path, monkeypatch: pyt
     output.write_text("step 0\nstep 1\n")
     assert _new(both) == [(0, 0, None)]
     assert [(each.rank, each.step) for each in both.reports()] == [(0, 0)]
+
+
+def test_a_file_without_line_ends_costs_no_memory_and_only_its_own_lines(tmp_path: Path) -> None:
+    """A job could fill the memory of bamboo with one line, or with one record whose length is nonsense."""
+    path = tmp_path / "metrics.jsonl"
+    source = JsonSteps(path)
+    source._file.most = 64
+    path.write_text('{"step": 1}\n' + "x" * 1000)
+    assert _new(source) == [(None, 1, None)]
+    assert len(source._file._rest) <= 64
+    with path.open("a") as file:
+        file.write("x" * 1000 + '\n{"step": 2}\n')
+    assert (_new(source), source.unread) == ([(None, 2, None)], 1)
+    events = tmp_path / "events.out.tfevents.1"
+    events.write_bytes(b"\xff" * 16 + bytes(1000))
+    records = GrowingFile(events)
+    assert [*records.records()] == [b"\xff"] and [*records.records()] == []

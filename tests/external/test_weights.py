@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from engine.core.checks.external_verdict import JobReports, judge
 from engine.core.errors import StorageError
+from engine.external import weights
 from engine.external.pickled import PickledObject, unpickled
 from engine.external.weights import checkpoint_evidence, distance
 
@@ -109,3 +111,18 @@ def test_a_distance_is_relative_and_infinite_where_it_is_not_defined() -> None:
     assert distance(one, one.clone()) == distance(torch.ones(0), torch.ones(0)) == 0
     for other in (one[:1], one.double(), torch.tensor([1.0, float("nan")])):
         assert distance(one, other) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_a_whole_fingerprint_sees_every_element_with_or_without_a_fast_hash(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(999).remainder(2).to(dtype)
+    other = tensor.clone()
+    other[500] = 1 - other[500].to(torch.int8)
+    told = [weights.fingerprint_of({"a": each, "b": each[::2]}, None, None) for each in (tensor, other)]
+    monkeypatch.setattr(weights, "_hasher", lambda: hashlib.sha256)
+    told += [weights.fingerprint_of({"a": each, "b": each[::2]}, None, None) for each in (tensor, other)]
+    assert len({tuple(each.values()) for each in told}) == 4
+    assert all(len(text) == weights.DIGITS for each in told for text in each.values())
+    assert told[3] == weights.fingerprint_of({"a": other, "b": other[::2].clone()}, None, None)

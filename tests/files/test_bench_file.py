@@ -19,7 +19,7 @@ ROWS = [
 
 
 def test_a_measurement_is_one_file_with_one_line_per_row(tmp_path: Path) -> None:
-    path = write_bench(bench_folder(tmp_path), "pipeline", NOW, ROWS)
+    path = write_bench(bench_folder(tmp_path), "pipeline", NOW, [each.as_dict() for each in ROWS])
     assert path == tmp_path / "bench" / "pipeline-20300102-030405.csv"
     with path.open(newline="") as file:
         header, *lines = csv.reader(file)

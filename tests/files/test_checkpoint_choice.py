@@ -106,14 +106,14 @@ def test_a_checkpoint_of_another_run_than_the_newest_is_told(tmp_path: Path) -> 
     told: list[str] = []
     found = find_checkpoint("latest", tmp_path, told.append)
     assert told == [f"the newest run {NEW} has no good checkpoint; this is one of run {OLD}"]
-    assert found.words == f"goes on after step 5 of run {OLD} ({place})"
+    assert found.words == f"resuming after step 5 of run {OLD} ({place})"
     find_checkpoint("latest@3", tmp_path, told.append)
     assert told[1] == f"the newest run {NEW} has no good checkpoint of step 3; this is one of run {OLD}"
     find_checkpoint(OLD, tmp_path, told.append)
     find_checkpoint(str(place), tmp_path, told.append)
     keep(tmp_path, NEW, (), resumed=OLD)
     found = find_checkpoint("latest", tmp_path, told.append)
-    assert found.words == f"goes on after step 5 of run {OLD} ({place}), with the job of run {NEW}"
+    assert found.words == f"resuming after step 5 of run {OLD} ({place}), with the job of run {NEW}"
     assert len(told) == 2, told
 
 

@@ -10,10 +10,10 @@ import pytest
 from engine.core.errors import UserError
 from engine.core.faults.external import ExternalMoment, ExternalTarget
 from engine.external.kinds import external_kinds
-from engine.files.jobs.external_file import LoadedExternal, external_document, is_external, load_external
+from engine.files.jobs.external_file import LoadedExternal, is_external, load_external
 from engine.files.jobs.forms import external_schema
-from engine.files.jobs.library import library
-from engine.files.strict_yaml import read_text
+from engine.files.jobs.library import find_scenario, library
+from engine.files.strict_yaml import read_text, read_yaml
 from engine.runtime.faults.registry import kinds
 
 HEAD = "version: 1\nname: mine\nabout: a test\nlauncher: torchrun\n"
@@ -44,8 +44,17 @@ def test_a_fault_strikes_by_default_the_rank_that_reports_the_step() -> None:
         ),
         (
             "faults:\n  - {at: {step: 4, rank: 0}, do: cut-link}\n",
-            "mine.yaml:6:34: faults.0.do: expected one of kill, terminate, stop, pause, slow, found 'cut-link' "
-            "(bamboo can only send signals to a job of another launcher)",
+            "mine.yaml:6:34: faults.0.do: expected one of kill, terminate, stop, pause, slow, disk-full, oom, cut, "
+            "found 'cut-link' (cut destroys the TCP connections between two ranks)",
+        ),
+        (
+            "faults:\n  - {at: {step: 4}, target: {rank: 0}, do: cut}\n",
+            "mine.yaml:6:29: faults.0.target: expected two ranks such as ranks: [0, 1], found rank 0 "
+            "(their connections are cut)",
+        ),
+        (
+            "faults:\n  - {at: {step: 4, rank: 1}, target: {rank: 1}, do: disk-full, path: /small}\n",
+            "mine.yaml:6:38: faults.0.target: expected no target, found rank 1 (a disk is full for all processes)",
         ),
         (
             "faults:\n  - {at: {step: 4, rank: 0}, do: pause}\n",
@@ -79,8 +88,8 @@ def test_a_command_comes_from_the_file_or_the_command_line() -> None:
 
 @pytest.mark.parametrize("path", sorted((library() / "external").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_shipped_scenarios_fit_a_job_of_two_ranks(path: Path) -> None:
-    document = external_document(f"external/{path.stem}")
-    assert document is not None and is_external(document)
+    document = read_yaml(find_scenario(f"external/{path.stem}"))
+    assert is_external(document)
     assert load_external(path, document, external_kinds(kinds()), TORCHRUN).scenario.name == path.stem
 
 

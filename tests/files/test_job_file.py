@@ -202,7 +202,10 @@ def test_a_mistake_in_a_variable_names_it(environment: dict[str, str], message: 
     [
         ("stages", "--set: expected FIELD=VALUE, found 'stages'"),
         ("stages=x", "--set stages=x: stages: expected a whole number, found 'x'"),
-        ("stages=[1]", "--set stages=[1]: stages: expected one value, found a list (quote it)"),
+        (
+            "stages=[1]",
+            "--set stages=[1]: stages: expected one value, found a list (separate values by commas, without brackets)",
+        ),
         ("stages=0", "--set stages=0: stages: expected a whole number >= 1, found 0"),
         ("stages.a=1", "--set stages.a=1: stages.a: expected a field of the job (did you mean 'stages'?)"),
         ("sead=1", "--set sead=1: sead: expected a field of the job (did you mean 'seed'?)"),

@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import StorageError, UserError
+from engine.core.job.hugging_face import MODEL as HUGGING_FACE
+from engine.core.job.hugging_face import TEXT
 from engine.files.jobs.starter import (
     CONSTRAINTS,
     GITLAB,
     INCLUDES,
     JOB,
     MATRIX,
+    REQUIREMENTS,
     SCENARIO,
     WORKFLOW,
     reference,
@@ -66,6 +69,22 @@ def test_both_systems_run_the_same_commands_for_the_users_own_model(
         CliRunner().invoke(app, ["init", "--model", "mine:Net-1"], catch_exceptions=False)
     told = CliRunner().invoke(app, ["init", "--model", "mine:Other"], catch_exceptions=False).output
     assert f"next: set model: mine:Other in {JOB}" in told
+
+
+def test_a_model_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of `bamboo run --hf` were none of `bamboo init`, and the runner had no transformers."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "novel.txt").write_text("words")
+    words = ["init", "--hf", "tiny", "--hf-random", "--data", "novel.txt", "--ci", "github"]
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    job = yaml.safe_load((tmp_path / JOB).read_text())
+    assert (job["model"], job["model_args"]) == (HUGGING_FACE, {"path": "tiny", "random": True})
+    assert (job["data"], job["data_args"]) == (TEXT, {"file": "novel.txt", "tokenizer": "tiny"})
+    assert (tmp_path / REQUIREMENTS).read_text().split() == ["transformers", "accelerate", "datasets"]
+    found = CliRunner().invoke(app, ["validate", JOB, SCENARIO, MATRIX])
+    assert found.exit_code == 0, found.output
+    with pytest.raises(UserError, match="--hf: expected no other model beside it, found 'mine:Net'"):
+        CliRunner().invoke(app, ["init", "--hf", "tiny", "--model", "mine:Net"], catch_exceptions=False)
 
 
 def test_without_a_workflow(tmp_path: Path) -> None:
@@ -124,3 +143,28 @@ def test_the_workflow_names_the_place_of_this_installation(
     assert reference(PathDistribution(tmp_path)) == expected
     assert yaml.safe_load(workflow(expected))["env"]["BAMBOO"] == expected
     assert "bamboo-train" not in workflow(expected)
+
+
+def test_a_command_gets_a_scenario_and_the_same_commands_on_both_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of GitHub are executed by tests/e2e/test_starter_workflow.py."""
+    monkeypatch.chdir(tmp_path)
+    command = "torchrun --nproc-per-node 2 'my train.py' {folder}"
+    for name in ("github", "gitlab"):
+        words = ["init", "--command", command, "--limit", "90s", "--ci", name]
+        told = CliRunner().invoke(app, words, catch_exceptions=False).output
+    assert told.splitlines()[-1] == f"next: bamboo inject {SCENARIO} --trust-code"
+    assert not (tmp_path / JOB).exists()
+    found = CliRunner().invoke(app, ["validate", SCENARIO])
+    assert found.output == f"{SCENARIO}: valid: 1 fault, expects recovered; launcher: torchrun\n"
+    scenario = yaml.safe_load((tmp_path / SCENARIO).read_text())
+    assert scenario["command"] == ["torchrun", "--nproc-per-node", "2", "my train.py", "{folder}"]
+    assert scenario["faults"][0]["at"]["rank"] == 1 and scenario["expect"]["recovery"] == {"max": "90s"}
+    steps = yaml.safe_load((tmp_path / WORKFLOW).read_text())["jobs"]["faults"]["steps"]
+    *before, after = [each["run"].replace(WORKFLOW, GITLAB) for each in steps if "run" in each]
+    gitlab = yaml.safe_load((tmp_path / GITLAB).read_text())["bamboo"]
+    assert (gitlab["script"], gitlab["after_script"]) == (before, [after])
+    refused = CliRunner().invoke(app, ["init", "--command", "torchrun 'a", "--limit", "3", "--model", "gpt"])
+    assert isinstance(refused.exception, UserError)
+    assert [each.field for each in refused.exception.problems] == ["--model", "--limit", "--command"]

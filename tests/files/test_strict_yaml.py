@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("yes", f"--lr: {ONE_WAY} 'yes' (write true or false, or quote it)"),
-        ("[1]", "--lr: expected one value, found a list (quote it)"),
+        ("[1]", "--lr: expected one value, found a list (separate values by commas, without brackets)"),
         ("a: b", "--lr: expected one value, found a mapping (quote it)"),
         ("1 # x", "--lr: expected one value, found '1 # x' (quote it)"),
         ("'x", "--lr: expected readable YAML (close the quote)"),

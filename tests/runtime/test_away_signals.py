@@ -94,7 +94,10 @@ def signs_in(end: StreamEnd) -> list[WorkerSign]:
     return [each for one in found if isinstance(one, SignsHostMessage) for each in one.signs]
 
 
-def test_a_host_tells_at_once_that_a_worker_stands_still(own: LocalProcess, board: ProgressBoard) -> None:
+def test_a_host_tells_at_once_that_a_worker_stands_still(
+    own: LocalProcess, board: ProgressBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_workers, "_STOPS_S", 10.0)  # a busy machine may stop it later than a host waits
     end = StreamEnd()
     own.num_signals = 9  # from the host that coordinated before
     signs = HeartbeatReporter(board, lambda: [own])

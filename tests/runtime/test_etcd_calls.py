@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.core.deadlines import Deadline, RoundTrips
 from engine.core.errors import CoordinatorUnavailableError
 from engine.runtime.store import etcd_kv
 from engine.runtime.store.etcd_kv import EtcdCalls
@@ -48,7 +49,8 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
         return SimpleNamespace(methods={"Range": method}, metadata=())
 
     monkeypatch.setattr(EtcdCalls, "_connect", connected)
-    monkeypatch.setattr(etcd_kv, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(etcd_kv, "ATTEMPT", Deadline(10**8, 10**8, 4, 3 * 10**8))
+    monkeypatch.setattr(etcd_kv, "_answers", RoundTrips())
     monkeypatch.setattr(etcd_kv, "PAUSE_S", 0.01)
     monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
     monkeypatch.setattr(etcd_kv, "_refuses_since_s", {})
@@ -96,3 +98,28 @@ def test_an_endpoint_is_asked_again_after_a_time(asked: list[Endpoint], monkeypa
     with pytest.raises(CoordinatorUnavailableError):
         calls(GONE, LEADERLESS).call("Range", None)
     assert asked.count(GONE) > 2
+
+
+def test_an_attempt_follows_the_answers_before_it_and_leaves_time_for_another(
+    asked: list[Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_kv, "ATTEMPT", Deadline(3 * 10**8, 10**8, 4, 3 * 10**8))
+
+    waits_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits_s.append)  # that is how long the endpoint that is gone lets a call wait
+
+    def limit_s(*endpoints: Endpoint, deadline_s: float) -> float:
+        monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
+        until_s = time.monotonic() + deadline_s
+        assert EtcdCalls(EtcdSettings(endpoints), 9).attempt("Range", None, until_s) is None
+        wait_s, _ = waits_s  # and the pause behind it
+        waits_s.clear()
+        return wait_s
+
+    assert limit_s(GONE, deadline_s=100) == pytest.approx(0.3), "it may have to connect"
+    assert 0.1 <= limit_s(GONE, GOOD, deadline_s=0.4) <= 0.2, "half of the time is for the other one"
+    monkeypatch.setattr(etcd_kv, "_answers", RoundTrips((10**6,) * 20))
+    assert limit_s(GONE, deadline_s=100) == pytest.approx(0.104), "a fast network"
+    monkeypatch.setattr(etcd_kv, "_answers", RoundTrips((10**6,) * 20 + (4 * 10**7,)))
+    assert limit_s(GONE, deadline_s=100) == pytest.approx(0.26), "a slow one"
+    assert asked == [GONE] * 4

@@ -27,7 +27,8 @@ def _guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]
         client = EndpointClient(settings.endpoints[0], timeout=5)
         auth = rpc.AuthStub(client.channel)
         for user, password in (("root", ROOT), ("guest", GUEST)):
-            auth.UserAdd(rpc.AuthUserAddRequest(name=user, password=password))
+            account = rpc.AuthUserAddRequest(name=user, password=password)
+            auth.UserAdd(account, wait_for_ready=True)  # its socket is there a moment before it listens
             auth.RoleAdd(rpc.AuthRoleAddRequest(name=user))
             auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=user, role=user))
         for kind, begin, end in ((0, b"/bamboo/", b"/bamboo0"), (2, b"/bamboo/mine/", b"/bamboo/mine0")):

@@ -98,5 +98,5 @@ def test_signals(name: str) -> None:
         timeout=50,
     )
     assert (done.returncode, done.stdout) == (exit_code, told), done.stderr
-    assert done.stderr in ("stopping; again to kill\n", "")
+    assert done.stderr in ("stopping; Ctrl-C again kills\n", "")
     assert time.monotonic() - begun_s < 40, "a sleep of 60 s went on"

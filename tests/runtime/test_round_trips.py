@@ -99,4 +99,5 @@ def test_the_status_has_the_last_deadlines_of_each_host() -> None:
     assert [line.partition(" of silence")[0] for line in lines] == [
         "host b is lost after 0.8 s",
         "host c is lost after 0.9 s",
+        "a worker is lost after 5 s",
     ]

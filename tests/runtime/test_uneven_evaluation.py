@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,10 @@ from engine.core.ownership import Grid, fresh
 from engine.models.data_sources import EvaluatedBatch, evaluation, open_data
 from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.model_loader import build_model
+from engine.runtime.checkpoint.outputs import merged_outputs
 from engine.runtime.stage.replicas import Replicas
-from engine.runtime.worker.validation import Validation, unmeasured
+from engine.runtime.stage.stage import build_layer
+from engine.runtime.worker.validation import Prediction, Validation, unmeasured
 from tests.runtime.small_jobs import borders_of
 
 HERE = __name__
@@ -102,16 +105,17 @@ def test_the_last_samples_count_only_where_the_loss_pairs_rows(module: Any, data
         torch.testing.assert_close(found, expected)
 
 
-def measured(job: Job) -> tuple[Evaluation, ...]:
-    """Returns the results of a validation pass of a job with one worker."""
+def measured(job: Job, kind: type[Validation] = Validation, outputs: str = "") -> tuple[Evaluation, ...]:
+    """Returns the results of a validation pass of a job with one worker, or writes those of a prediction."""
     data = open_data(job)
     model = build_model(job, data.facts, data)
     replicas = Replicas(job, model, (0,), [(0, 0)])
     replicas.learn(borders_of(job, model, data))
     control = SimpleNamespace(at=(0, 0, False), check=lambda: None, busy=nullcontext)
-    context: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
+    parts = {"job": job, "replicas": replicas, "data": data, "control": control, "outputs": outputs}
+    context: Any = SimpleNamespace(worker=0, borders=(), **parts)
     plane: Any = SimpleNamespace(aside=None)
-    return Validation(context, plane, fresh(Grid(1, job.microbatches))).run().sets or ()
+    return kind(context, plane, fresh(Grid(1, job.microbatches))).run().sets or ()
 
 
 def test_a_pass_counts_the_samples_that_it_measures() -> None:
@@ -265,6 +269,20 @@ def test_metrics_measure_the_output_beside_a_loss(made: type[nn.Module]) -> None
             outputs = as_tensors(layer.build()(*outputs), "a layer")
         counts.append(len(outputs))
     assert counts == [2, 2] if made is Whole else [1, 1]
+
+
+@pytest.mark.parametrize("made", [Both, Whole])
+def test_a_prediction_has_the_output_beside_a_loss(made: type[nn.Module], tmp_path: Path) -> None:
+    job = job_of(made, samples, predict_args={"samples": "short"})
+    assert measured(job, Prediction, str(tmp_path)) == ()
+    model = build_model(job, (data := open_data(job)).facts, data)
+    layers = [build_layer(job, model, index) for index in range(len(model.layers))]
+    network = Network()
+    network.load_state_dict({name: tensor for each in layers for name, tensor in each.state_dict().items()})
+    tokens = torch.cat([_tokens()[:11], _tokens()[:1]])
+    with torch.no_grad():
+        expected = torch.cat([network.logits(each).mean(dim=1) for each in tokens.split(4)])[:11]
+    assert torch.equal(merged_outputs(tmp_path)["output"], expected)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ POINTS = (
 )
 HOST_KINDS = ("power", "agent", "silent")  # of the loss of a host, as the fault of a worker: of its host
 KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
+PREDICTED = "last stage has all outputs"
 SHORT = "short"  # a notice that does not suffice for a step boundary; the worker is killed after it
 SHORT_US = 100_000
 _SILENCES = ("silent", "silent there", "silent back", "middle")
@@ -109,6 +110,7 @@ class Case:
     log_every: int = 0
     validate_every: int = 0
     early_stop: bool = False  # after the second validation: none is better than the first
+    predicts: bool = False  # only forwards run, once, before the first step
     keep_every: int = 0  # steps; 0 keeps the last one
     steps: int = 3
     seed: int = 0
@@ -131,6 +133,8 @@ class Case:
     @property
     def planned_steps(self) -> int:
         """The number of steps that are committed if nobody stops the job: one follows the last validation."""
+        if self.predicts:
+            return 0
         last = 2 * self.validate_every
         return last + 1 if self.early_stop and 0 < last < self.steps - 1 else self.steps
 

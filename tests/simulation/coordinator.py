@@ -42,6 +42,7 @@ def job_of(
     fsdp: int = 0,
     schedule: str = "1f1b",
     early_stop: bool = False,
+    predicts: bool = False,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
@@ -59,7 +60,8 @@ def job_of(
         audit=0,
         validate_every=validate_every,
         early_stop="loss:1" if early_stop and validate_every else "",
-        checkpoint_every=str(keep_every or "end"),
+        checkpoint_every="0" if predicts else str(keep_every or "end"),
+        predict_args={"samples": ""} if predicts else {},
     )
 
 

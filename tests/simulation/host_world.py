@@ -20,9 +20,10 @@ from engine.codec.messages import decode, encode
 from engine.codec.records import encoded
 from engine.core import messages
 from engine.core.checkpoint_rules import Gathering, KeptMessage
+from engine.core.deadlines import LATER_NS
 from engine.core.errors import KILLED, CoordinatorUnavailableError
 from engine.core.history.run_records import StampedRecord
-from engine.core.hosts.ends import BACK_NS, LATER_NS, SILENT_NS, deal, host_for_one_more
+from engine.core.hosts.ends import BACK_NS, SILENT_NS, deal, host_for_one_more
 from engine.core.message_kinds import ToAgent, ToWorker
 from engine.core.messages import NoticeMessage
 from engine.core.ownership import Ownership, with_shadows

@@ -25,7 +25,7 @@ from engine.core.program.ballot import VoteMessage
 from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput
 from engine.core.protocol.state import GATHERING, Phase, State
-from tests.simulation.case import SHORT, Fault, Violation
+from tests.simulation.case import PREDICTED, SHORT, Fault, Violation
 from tests.simulation.compiled import BACKWARD, INPUT, KINDS, key_of, parts_of
 from tests.simulation.counting import SampleCounts
 from tests.simulation.plans import read
@@ -364,8 +364,10 @@ class Judge:
             if len(self.outcomes) != steps or (steps != self.world.case.planned_steps and not self.stopped):
                 raise Violation(f"finished after {len(self.outcomes)} steps")
             has_all = not state.lost_stages and state.members and len(state.done) == len(state.members)
-            if has_all and state.last_step not in self.world.whole:
-                raise Violation(f"the state after the last step, {state.last_step}, is not kept")
+            predicts = self.world.case.predicts
+            if has_all and not (PREDICTED in self.world.turns if predicts else state.last_step in self.world.whole):
+                what = "the outputs are not whole" if predicts else "the state after it is not kept"
+                raise Violation(f"finished with step {state.last_step}, and {what}")
             for number in () if state.lost_stages else state.members:
                 worker = self.world.workers[number]
                 if worker.step != steps:

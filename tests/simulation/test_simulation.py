@@ -145,6 +145,24 @@ def test_an_early_stop_comes_after_the_same_step_whoever_dies_around_it() -> Non
     assert count_of(TAKEN, histories) > 20
 
 
+def test_a_prediction_ends_with_a_whole_pass_whoever_dies_in_it() -> None:
+    """A stage without a heir begins again with all workers; a death after the pass costs nothing."""
+    shapes: list[tuple[Redundancy, int]] = [("lazy", 1), ("none", 1), ("none", 2)]
+    for redundancy, pipelines in shapes:
+        case = Case(3, 2, pipelines, redundancy, predicts=True, steps=1)
+        usual = run(case)
+        assert (usual.problem, usual.phase) == ("", Phase.FINISHED)
+        kills = (
+            replace(case, faults=(Fault(worker, "moment", at),), deaths=deaths, seed=at % 2)
+            for worker, last in enumerate(usual.moments)
+            for at in range(1, last + 1)
+            for deaths in ((), (usual.reached * 3 // 4,))
+        )
+        take_overs_around = (replace(case, deaths=(at,)) for at in range(1, usual.reached + 1, 2))
+        histories = all_well([*kills, *take_overs_around])
+        assert {history.phase for history in histories} == {Phase.FINISHED}
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_worker_leaves_and_another_dies(part: int) -> None:
     handed = 0

@@ -24,7 +24,7 @@ from engine.core.protocol.worker_inputs import Inbox, arrived, taken
 from engine.core.protocol.worker_machine import step
 from engine.core.protocol.worker_state import Mode, WorkerState
 from tests.simulation.actions import take_arrived
-from tests.simulation.case import Violation
+from tests.simulation.case import PREDICTED, Violation
 from tests.simulation.compiled import Compiled
 from tests.simulation.joining import Joining
 from tests.simulation.plans import next_program, planned, read, shares_of
@@ -431,6 +431,8 @@ class Worker(Joining):
         """Has run its part of the pass, unless it was interrupted."""
         if self.puts_off(self.validated, output) or self.work is not output:
             return
+        if self.case.predicts and not self.come_to("pass"):
+            return
         owners = output.ownership.owners[: self.case.stages]  # pipeline 0 runs the pass
         ended = self.world.passes.setdefault((self.epoch, output.step), set())
         ended.add(self.number)
@@ -443,8 +445,10 @@ class Worker(Joining):
                 last = self.world.workers[owners[-1]]
                 if isinstance(last.work, outputs.Validate):
                     self.world.push(self.world.delay(), last.validated, last.work)
+            self.world.turns.update({PREDICTED} if is_last and self.case.predicts else ())
             self.answer(inputs.PassEnded(_FIGURES if is_last else None))
-        self.wake()
+        if not self.case.predicts or self.come_to("end of pass"):
+            self.wake()
 
     def finishes(self, output: outputs.ReportDone) -> Answer:
         """Says that all is done, once its checkpoints are on disk."""

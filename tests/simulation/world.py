@@ -105,6 +105,7 @@ class World:
             case.fsdp,
             case.schedule,
             case.early_stop,
+            case.predicts,
         )
         self.grid = grid
         self.members = self.ownership.workers()

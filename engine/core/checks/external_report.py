@@ -2,9 +2,9 @@
 
 Rules:
 - All times are nanoseconds on the host's monotonic clock. A report of a step has the time at which the rank made it.
-- A recovery begins with a strike. Strikes before all struck ranks report again belong to it. It ends with the first
-  report after the longest gap between the reports of all ranks up to then; if a struck rank does not come back, over a
-  few steps of the others.
+- A recovery begins with a strike. Strikes before all struck ranks report again, or the others have trained on, belong
+  to it. It ends with the first report after the longest gap between the reports of all ranks up to then; if a struck
+  rank does not come back, over a few steps of the others.
 - The stall is this gap less a usual step: the median of the last steps of each process before the strike.
 - Each phase counts only its time after the end of the phase before, so the phases add up to the time from the strike
   to the first step. A phase that was not seen is left out.
@@ -57,12 +57,16 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class StrikeMade:
-    """A fault has struck these processes of these ranks; none is there for a strike of the launcher."""
+    """A fault has struck these processes of these ranks; none is there for a strike of the launcher.
+
+    Those that live stand still for the time `for_ns`, 0 if it is not known.
+    """
 
     at_ns: int
     fault: str
     ranks: tuple[int, ...]
     pids: tuple[int, ...]
+    for_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class _Group:
         for following in [*strikes[1:], None]:
             self._until_ns = run.end.at_ns if following is None else following.at_ns
             back_ns = self._back_ns()
-            if following is None or back_ns is not None:
+            if following is None or back_ns is not None or self._goes_on():
                 self._find_gap(back_ns)
                 return
             self.strikes.append(following)
@@ -219,6 +223,11 @@ class _Group:
         pids = {pid for strike in self.strikes for pid in strike.pids}
         return {each.rank for each in self._within(RankEnded) if each.pid in pids}
 
+    def _goes_on(self) -> bool:
+        """Returns whether training goes on, be it without the struck ranks."""
+        last_ns = self.strikes[-1].at_ns
+        return len({each.step for each in self._within(StepReport) if each.at_ns > last_ns}) >= _TRAINS_ON
+
     def _within(self, kind: type[Any]) -> list[Any]:
         return [each for each in self.run.of(kind) if self._begin_ns < each.at_ns <= self._until_ns]
 
@@ -226,7 +235,7 @@ class _Group:
         """Returns when the last struck rank has reported again; None if one has not, or the launcher was struck."""
         reports, begins, times = self._within(StepReport), self._within(RankBegan), []
         for rank, strike in self._struck.items():
-            since_ns = strike.at_ns
+            since_ns = strike.at_ns + strike.for_ns
             if rank in self.ended:
                 since_ns = max((each.at_ns for each in begins if each.rank == rank), default=self._until_ns)
             own = (each.at_ns for each in reports if each.rank in (rank, None) and each.at_ns > since_ns)
@@ -238,7 +247,7 @@ class _Group:
         before = [each for each in self._reports if each.at_ns <= self._begin_ns]
         window = [each for each in self._within(StepReport) if back_ns is None or each.at_ns <= back_ns]
         last_ns = self.strikes[-1].at_ns
-        trains = len({each.step for each in window if each.at_ns > last_ns}) >= _TRAINS_ON
+        trains = self._goes_on()
         window = window if back_ns is not None else window[: USUAL * (len({each.rank for each in before}) or 1)]
         times_ns = [*(each.at_ns for each in before[-1:]), *(each.at_ns for each in window)]
         gaps = [(later - earlier, earlier, later) for earlier, later in pairwise(times_ns) if later > last_ns]
@@ -253,8 +262,11 @@ class _Group:
         """Returns the recovery."""
         until_ns = self._until_ns if self.resume_ns is None else self.resume_ns
         before = [each for each in self._reports if each.at_ns < until_ns]
-        lines = [each for each in self.run.of(LauncherLine) if self._begin_ns <= each.at_ns <= until_ns]
-        blamed = {each.blames for each in lines if each.blames is not None}
+        # A launcher may tell of a failure when it is over, and once more at the end of all.
+        told = {each.text for each in self.run.of(LauncherLine) if each.at_ns < self._begin_ns}
+        words = [each for each in self._within(LauncherLine) if each.text not in told]
+        lines = [each for each in words if each.at_ns <= until_ns]
+        blamed = {each.blames for each in words if each.blames is not None}
         return ExternalRecovery(
             tuple(strike.fault for strike in self.strikes),
             tuple(sorted(self._struck)),

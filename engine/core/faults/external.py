@@ -23,7 +23,8 @@ During = Literal["checkpoint", "restart"]
 ExternalOutcome = Literal["recovered", "failed"]
 # still: the survivors stand still. notice: the launcher notices. end: the last rank ends. begin: the last one begins.
 EXTERNAL_PHASES = ("still", "notice", "end", "begin", "step")
-KINDS = ("kill", "terminate", "stop", "pause", "slow")
+KINDS = ("kill", "terminate", "stop", "pause", "slow", "disk-full", "oom", "cut")
+BEYOND_SIGNALS = ("disk-full", "oom", "cut")
 ANY_RANK = -1  # of a line that names no rank: it counts for all of them
 
 
@@ -86,7 +87,8 @@ class ExternalFault:
 
     def in_words(self) -> str:
         """Returns the fault in words."""
-        return f"{self.do} {self.target.in_words()} {self.moment.in_words()}"
+        whom = str(self.parameters.get("path")) if self.do == "disk-full" else self.target.in_words()
+        return f"{self.do} {whom} {self.moment.in_words()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +172,7 @@ def _fault_problems(
         for place, rank in named.items():
             if rank is not None and rank >= num_ranks:
                 yield Problem(place, f"a rank below {num_ranks}", str(rank), f"the command starts {num_ranks}")
-    if not target.numbers and not target.launcher:
-        yield Problem(f"{at}.target", "a rank, ranks or launcher: true", "none of them", "name the victim")
-    if target.launcher and (target.numbers or target.child is not None):
-        yield Problem(f"{at}.target", "the launcher alone", "ranks beside it", "a child is that of a rank")
-    if target.launcher and not launcher.has_launcher:
-        yield Problem(f"{at}.target.launcher", "a rank", "launcher", f"{launcher.name} has no process above its ranks")
-    if target.child is not None and (wrong := pattern_error(target.child)):
-        yield Problem(f"{at}.target.child", "a regular expression", repr(target.child), wrong)
+    yield from _target_problems(at, fault, launcher)
     if moment.rank is not None and moment.step is None:
         yield Problem(f"{at}.at.rank", "a step beside it", "none", "the rank is the one that reports the step")
     if moment.progress is not None and part_of(moment.progress) is None:
@@ -194,9 +189,32 @@ def _fault_problems(
         )
 
 
+def _target_problems(at: str, fault: ExternalFault, launcher: Launcher) -> Iterator[Problem]:
+    target = fault.target
+    if fault.do == "disk-full" and (target.numbers or target.launcher):
+        yield Problem(f"{at}.target", "no target", target.in_words(), "a disk is full for all processes")
+    elif fault.do == "cut" and (len(set(target.numbers)) != 2 or target.child is not None):
+        yield Problem(f"{at}.target", "two ranks such as ranks: [0, 1]", target.in_words(), "their connections are cut")
+    elif not target.numbers and not target.launcher and fault.do != "disk-full":
+        yield Problem(f"{at}.target", "a rank, ranks or launcher: true", "none of them", "name the victim")
+    if target.launcher and (target.numbers or target.child is not None):
+        yield Problem(f"{at}.target", "the launcher alone", "ranks beside it", "a child is that of a rank")
+    if target.launcher and not launcher.has_launcher:
+        yield Problem(f"{at}.target.launcher", "a rank", "launcher", f"{launcher.name} has no process above its ranks")
+    if target.child is not None and (wrong := pattern_error(target.child)):
+        yield Problem(f"{at}.target.child", "a regular expression", repr(target.child), wrong)
+
+
+_NO_DELAY = "that takes a network of the job alone: run it in a container, and delay its interface with tc netem"
+_REFUSED = {
+    "cut-link": "cut destroys the TCP connections between two ranks",
+    **dict.fromkeys(("delay", "delay-link"), _NO_DELAY),
+}
+
+
 def refused_kind(do: str) -> str:
-    """Returns why a kind that bamboo's own workers take strikes no other job."""
-    return nearest(do, KINDS) or "bamboo can only send signals to a job of another launcher"
+    """Returns why a kind strikes no job of another launcher, or the nearest one that does."""
+    return _REFUSED.get(do) or nearest(do, KINDS) or "a job of another launcher is struck from outside only"
 
 
 def part_of(text: str) -> float | None:

@@ -15,15 +15,17 @@ class Launcher:
     """One launcher.
 
     `programs` name it in a command, as programs or modules. The first of `variables` that is in the environment of a
-    process is its rank; with `group`, the rank counts the ranks of the groups before. `root_rank` is that of the
-    command itself where no variable says one. `num_ranks` finds their number in the command. `blame` has a group
-    for a rank or a pid; a line that it fits is the launcher's first notice too, as is one that `notice` fits.
+    process is its rank; with `group`, the rank counts the ranks of the groups before. Where none is, the `title` that
+    the kernel shows may have the rank. `root_rank` is that of the command itself where nothing says one. `num_ranks`
+    finds their number in the command. `blame` has a group for a rank or a pid; a line that it fits is the launcher's
+    first notice too, as is one that `notice` fits.
     """
 
     name: str
     programs: tuple[str, ...] = ()
     variables: tuple[str, ...] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     group: str = ""
+    title: str = ""
     root_rank: int | None = None
     num_ranks: str = ""
     several_hosts: str = ""
@@ -39,12 +41,14 @@ class Launcher:
         match = re.search(self.num_ranks, text) if self.num_ranks else None
         return int(match[1]) if match else None
 
-    def rank_of(self, environment: Mapping[str, str]) -> int | None:
-        """Returns the rank of a process with this environment; None if it is none."""
+    def rank_of(self, environment: Mapping[str, str], title: str = "") -> int | None:
+        """Returns the rank of a process with this environment and title; None if it is none."""
         rank = next((int(text) for name in self.variables if (text := environment.get(name, "")).isdecimal()), None)
         group, size = environment.get(self.group, ""), environment.get("WORLD_SIZE", "")
         if rank is not None and group.isdecimal() and size.isdecimal():
             return int(group) * int(size) + rank
+        if rank is None and self.title and (match := re.fullmatch(self.title, title)):
+            return int(match[1])
         return rank
 
 
@@ -56,12 +60,14 @@ _TORCHRUN = Launcher(
     blame=r"failed \(exitcode: \S+\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)",
     notice=r"(?:Closing|Sending) process \d+ (?:via|closing) signal|worker group .*will restart",
 )
+ANY = "any"  # in a scenario: the launcher that the command names
 PLAIN = Launcher("plain", root_rank=0, has_launcher=False)
 LAUNCHERS = {
     launcher.name: launcher
     for launcher in (
         replace(_TORCHRUN, name="torchft", programs=("torchft",), group="REPLICA_GROUP_ID"),
         _TORCHRUN,
+        replace(_TORCHRUN, name="nvrx", programs=("ft_launcher", "nvidia_resiliency_ext.fault_tolerance.launcher")),
         replace(
             _TORCHRUN,
             name="accelerate",
@@ -71,7 +77,7 @@ LAUNCHERS = {
         ),
         Launcher(
             "deepspeed",
-            ("deepspeed", "deepspeed.launcher.launch"),
+            ("deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
             num_ranks=r"--num_gpus[= ](\d+)",
             notice=r"Killing subprocess \d+",
         ),
@@ -83,6 +89,18 @@ LAUNCHERS = {
             root_rank=0,
             blame=r"Child process with PID (?P<pid>\d+) terminated",
             has_launcher=False,
+        ),
+        Launcher(
+            "bamboo",
+            ("bamboo", "bamboo_cli"),
+            title=r"bamboo-(\d+)",
+            blame=r"^worker (?P<rank>\d+) (?:was ended by|has been silent for|hands over)",
+        ),
+        Launcher(
+            "ray",
+            ("ray",),
+            blame=r"\[Rank (?P<rank>\d+) Error Snippet\]",
+            notice=r"\(raylet\).* A worker died or was killed|\[FailurePolicy\]",
         ),
         Launcher("srun", ("srun",), blame=r"task (?P<rank>\d+): (?:Killed|Terminated|Exited)"),
         Launcher("mpirun", ("mpirun", "mpiexec"), num_ranks=r" -(?:n|np) (\d+)", blame=r"rank (?P<rank>\d+) with PID"),

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from engine.core.deadlines import BACK, SILENT
 from engine.core.errors import InvariantError
-from engine.core.hosts.deadlines import BACK, SILENT
 
 _S = 1_000_000_000
 GONE_NS = 10 * _S  # from SIGKILL until a process is left behind
@@ -200,7 +200,6 @@ class LeaseTime(NamedTuple):
 
 BACK_NS = BACK.usual_ns  # from the end of a stream until it has to be back
 SILENT_NS = SILENT.usual_ns
-LATER_NS = BACK_NS + 500_000_000  # from the end of a host until all hear of it; a broken transfer is no proof before
 
 
 class HostSight(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from engine.core.job.job import CODE_FIELDS, Job, code_in
 from engine.core.job.update_rules import depends_on_steps, follows_validations
+from engine.core.units import Scalar
 
 # The neutral fields that a fault-free twin has as its run does, and those for which it has the cheapest value.
 _AS_RUN = {
@@ -31,6 +32,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "residuals": "auto",
     "epochs": 0,  # the steps decide
     "metrics": "",
+    "predict_args": {},
     "redundancy": "none",
     "redundancy_level": 1,
     "log_every": 0,
@@ -58,6 +60,18 @@ OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
 # The fields that tell one job from another. A job with another learning rate is the same one, changed: it is neither
 # resumed nor begun anew without a word.
 _IDENTITY = ("model", "model_args", "data", "data_args", "seed", "name")
+# The fields that matter to training alone, or to a run that keeps something.
+_OF_TRAINING = (
+    "epochs",
+    "lr_schedule",
+    "lr_args",
+    "param_groups",
+    "metrics",
+    "best",
+    "early_stop",
+    "checkpoints",
+    "logger",
+)
 # What older versions did where they lacked a field, if not the default of today: on a GPU they were deterministic.
 _BEFORE: Mapping[str, object] = {"device": "cpu", "deterministic": True}
 # The facts of a host that select the compute kernels, and so the bits.
@@ -109,6 +123,22 @@ def own_code(job: Job) -> list[str]:
 def neutral_of(job: Mapping[str, Any]) -> frozenset[str]:
     """Returns the fields that decide no bits of a job, by its fields: validations do, if its rate follows them."""
     return NEUTRAL - _OF_FIGURES if follows_validations(job) else NEUTRAL
+
+
+def prediction_of(job: Job, step: int, args: Mapping[str, Scalar]) -> Job:
+    """Returns the job that predicts with the weights after a step of `job`; `args` are its `predict_args`.
+
+    It begins behind that step, trains none, and keeps nothing.
+    """
+    usual = {name: getattr(Job(), name) for name in _OF_TRAINING}
+    nothing: dict[str, Any] = {
+        "warmup_steps": 0,
+        "audit": 0,
+        "validate_every": 0,
+        "layer_norms": 0,
+        "checkpoint_every": "0",
+    }
+    return replace(job, **usual, **nothing, check_pure=False, elastic=False, steps=step + 2, predict_args=dict(args))
 
 
 def twin_of(job: Job) -> Job:

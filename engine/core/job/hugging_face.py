@@ -11,6 +11,11 @@ from engine.core.units import Scalar
 MODEL = "engine.models.hugging_face:pretrained"
 TEXT = "engine.models.hugging_face:text"
 DATASET = "engine.models.hugging_face:dataset"
+# What the loader imports for any model, most of the time of a start.
+IMPORTS = (
+    *("transformers.modeling_layers", "transformers.generation.utils"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+)
 BUILT_IN = ("auto", "digits", "synthetic", "text")  # data that keep their names beside such a model
 
 

@@ -186,6 +186,9 @@ class Job:
     validation_microbatches: int = described(
         8, "microbatches of each evaluation set per validation; 0 = every sample once"
     )
+    predict_args: Args = described(
+        dict, "what bamboo predict sets: samples, rows, file; with them only forwards run, over these samples"
+    )
     metrics: str = described(
         "", "validation metrics, comma-separated: accuracy, perplexity, NAME=package.module:function (trusted code)"
     )

@@ -21,7 +21,7 @@ from engine.core.job.job import (
     size_problems,
 )
 from engine.core.job.partition import written
-from engine.core.job.torch_parts import scaling_problems
+from engine.core.job.torch_parts import PREDICT_ARGUMENTS, argument_problems, scaling_problems
 from engine.core.job.update_rules import update_problems
 from engine.core.monitors import FIGURE_FORM, figure_of
 from engine.core.ownership import Grid, PlacementChoice, fresh
@@ -199,6 +199,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     problems += [*_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *metric_problems(job)]
+    problems += argument_problems("predict_args", PREDICT_ARGUMENTS, job.predict_args, all_of=False)
     if job.collate and not FACTORY.fullmatch(job.collate):
         problems.append(Problem("collate", "package.module:function", repr(job.collate)))
     if job.split.isdecimal() and not whole_number(job.split):

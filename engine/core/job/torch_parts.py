@@ -279,6 +279,7 @@ def learning_rate(name: str, peak: float, step: int, num_steps: int, warmup_step
 # divided by it before they are clipped. A step whose gradients are not all finite is skipped, and the scale becomes
 # smaller. After enough other steps in a row it becomes greater. Scales are float32 numbers, as torch keeps them.
 
+PREDICT_ARGUMENTS = {"samples": Argument("text", ""), "file": Argument("text", ""), "rows": Argument("whole", 0)}
 SCALER_ARGUMENTS = {
     "init_scale": Argument("number", 65536.0),
     "growth_factor": Argument("number", 2.0),

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from engine.core.errors import Problem, nearest
+from engine.core.job.hugging_face import IMPORTS, MODEL
 from engine.core.job.job import FACTORY, Job
 from engine.core.job.torch_parts import (
     LR_SCHEDULES,
@@ -244,7 +245,8 @@ def depends_on_steps(job: Job) -> bool:
 
 def preloads(job: Job) -> tuple[str, ...]:
     """Returns the modules that every worker of a job imports late, and a fork server can import once."""
-    return () if job.optimizer in OWN_OPTIMIZERS else COMPILER
+    compiler = () if job.optimizer in OWN_OPTIMIZERS else COMPILER
+    return (*compiler, *IMPORTS) if job.model == MODEL else compiler
 
 
 def _named(field: str, name: str, known: Mapping[str, object], never: Mapping[str, str]) -> Iterator[Problem]:

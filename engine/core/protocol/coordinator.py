@@ -196,7 +196,9 @@ def _on_validation(state: CoordinatorState, heard: WorkerWord[Message], outcome:
     notes: Outputs = () if records else (Note("the data has no evaluation set: no validation"),)
     if text := lacking(state.rules, figures):
         return stopped(new, Stop(text, ExitCode.USAGE))
-    if monitors.ends_at != state.monitors.ends_at:
+    if state.job.predict_args:
+        new, notes = decide(new, EarlyStop(heard.now_ns, outcome.step))
+    elif monitors.ends_at != state.monitors.ends_at:
         new, orders = decide(new, EarlyStop(heard.now_ns, monitors.ends_at))
         notes = (*orders, Note(in_words(monitors)))
     return new, (*notes, *map(Write, records), tell_all(new, messages.ValidatedMessage(outcome.step)))
@@ -426,7 +428,7 @@ def _ends(state: CoordinatorState, ended: ProcessExit) -> Decided:
 
 def _passes(state: CoordinatorState, passed: ClockTick) -> Decided:
     known = state._replace(places={**state.places, **passed.places})
-    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words))
+    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words, passed.round_trip_ns))
     if not new.membership.leaving:
         return new, outputs
     new, told = says_who_stays(new) if new.membership.phase is Phase.RUNNING else (new, ())

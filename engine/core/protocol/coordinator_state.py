@@ -200,6 +200,8 @@ def begin(job: Job, membership: State, now_ns: int, before: Monitors = NO_MONITO
     if monitors.ends_at >= 0:
         membership = membership._replace(last_step=min(membership.last_step, monitors.ends_at))
     validated = min(begun, monitors.validated) if needs_validations(rules) else begun
+    if job.predict_args:
+        validated = begun - 1  # its only pass follows the step that it begins with
     first = CoordinatorState(job, membership, validated=validated, told=told, preparation=preparation, kept_ns=now_ns)
     return first._replace(monitors=monitors, rules=rules)
 

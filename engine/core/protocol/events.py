@@ -216,12 +216,14 @@ class MemoryShortage(Event):
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers.
 
-    From the hosts of the `unseen` workers no sign of life has come for a while. `words` are what other hosts tell.
+    From the hosts of the `unseen` workers no sign of life has come for a while. `words` are what other hosts tell,
+    `round_trip_ns` the worst one to them lately.
     """
 
     sights: Mapping[int, Sight] = field(default_factory=dict)
     unseen: tuple[int, ...] = ()
     words: Mapping[int, HostWord] = field(default_factory=dict)
+    round_trip_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ class ClockTick(NamedTuple):
     """Time has passed; `places` and `sights` are those of the workers, as far as they are known.
 
     Of the `unseen` workers, which are on other hosts, no sign of life has come for a while. `words` are those of the
-    agents there on their workers: one decision takes the heartbeats of all hosts.
+    agents there on their workers: one decision takes the heartbeats of all hosts. `round_trip_ns` is the worst one to
+    them lately.
     """
 
     now_ns: int
@@ -57,6 +58,7 @@ class ClockTick(NamedTuple):
     sights: Mapping[int, Sight] = {}
     unseen: tuple[int, ...] = ()
     words: Mapping[int, HostWord] = {}
+    round_trip_ns: int = 0
 
 
 class RunStopping(NamedTuple):

@@ -497,11 +497,11 @@ def _start_training(state: CoordinatorState) -> Decided:
 def _go(state: CoordinatorState) -> messages.GoMessage:
     """Returns the message that lets workers run their plan."""
     known = state.membership
-    end = known.phase is Phase.DRAINING
+    end, predicts = known.phase is Phase.DRAINING, bool(state.job.predict_args)
     return messages.GoMessage(
-        end=end,
+        end=end or predicts,
         validate=known.committed > state.validated
-        and is_due(state.job.validate_every, known.committed, known.committed >= known.last_step),
+        and (predicts or is_due(state.job.validate_every, known.committed, known.committed >= known.last_step)),
         keep=known.committed >= 0 and (known.committed == state.kept or (end and state.keeping.last)),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
+from engine.core.deadlines import BACK, LATER_NS, SILENT
 from engine.core.history.process_records import (
     CheckRecord,
     ComparingRecord,
@@ -32,6 +33,7 @@ from engine.core.history.run_records import (
 from engine.core.job.samples import epoch_at
 from engine.core.ownership import Slot, by_slot
 from engine.core.protocol.run_status import CANNOT_LEAVE, LOADS, SLOW, WAITS, RunStatus, WorkerStatus
+from engine.core.units import parse_duration
 
 _TOLD = (
     EpochRecord,
@@ -97,7 +99,12 @@ def _policy(history: RunHistory) -> Iterator[str]:
         yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
     yield from (f"worker {each.of} {each.why}" for each in _cramped(history))
-    yield from map(str, {each.of: each for each in history.of(NetworkRecord)}.values())
+    hosts = {each.of: each for each in history.of(NetworkRecord)}.values()
+    yield from map(str, hosts)
+    if hosts and history.job is not None and (after_ns := parse_duration(history.job.silent_after)):
+        worst_ns = max(each.worst_ns for each in hosts)
+        silent_s, later_s = (after_ns + SILENT.more(worst_ns)) / 1e9, (LATER_NS + BACK.more(worst_ns)) / 1e9
+        yield f"a worker is lost after {silent_s:.3g} s of silence; a broken transfer waits {later_s:.3g} s"
 
 
 def _cramped(history: RunHistory) -> list[CrampedRecord]:

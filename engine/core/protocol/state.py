@@ -14,6 +14,7 @@ from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
+from engine.core.deadlines import BACK, SILENT
 from engine.core.exclusion import Cause, Exclusion, Verdict, excluded
 from engine.core.protocol.events import Evidence, Loading
 
@@ -156,6 +157,12 @@ def _hurried(options: Options) -> Options:
     return replace(options, **most)
 
 
+@cache
+def _followed(options: Options, round_trip_ns: int) -> Options:
+    silence_ns, look_ns = options.silence_ns + SILENT.more(round_trip_ns), options.look_ns + BACK.more(round_trip_ns)
+    return replace(options, silence_ns=silence_ns, look_ns=look_ns)
+
+
 class Sighting(NamedTuple):
     """The last heartbeat of a worker; `at` is (epoch, step, index, waiting) and never decreases."""
 
@@ -248,6 +255,7 @@ class State(NamedTuple):
     committed_ns: int = 0
     steps_ns: tuple[int, ...] = ()  # the durations of the last steps
     sightings: Mapping[int, Sighting] = {}
+    round_trip_ns: int = 0  # the worst one to other hosts lately
 
     @property
     def is_over(self) -> bool:
@@ -301,15 +309,26 @@ class State(NamedTuple):
 
     @property
     def patience(self) -> Options:
-        """The options with the deadlines of the moment: shorter ones if every step is committed."""
-        return _hurried(self.options) if self.is_over else self.options
+        """The options with the deadlines of the moment: shorter ones if every step is committed; of the network."""
+        options = _hurried(self.options) if self.is_over else self.options
+        return _followed(options, self.round_trip_ns) if self.round_trip_ns else options
 
     def decided(self) -> tuple[object, ...]:
         """Returns all fields but the times."""
         return self[: len(DECIDED)]
 
 
-_CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "watched_ns", "committed_ns", "steps_ns", "sightings")
+_CLOCK = (
+    "moved_ns",
+    "repeated_ns",
+    "looked_ns",
+    "ticked_ns",
+    "watched_ns",
+    "committed_ns",
+    "steps_ns",
+    "sightings",
+    "round_trip_ns",
+)
 DECIDED = State._fields[: -len(_CLOCK)]
 
 

@@ -86,6 +86,13 @@ def stops_early(state: State, event: events.EarlyStop) -> State:
     return state._replace(last_step=min(state.last_step, event.last_step))
 
 
+@rule(Phase.DRAINING)
+def stops_running(state: State, event: events.EarlyStop) -> State:
+    """Records the last step; a prediction, which has its pass behind the last commit, ends at once."""
+    new = stops_early.decide(state, event)
+    return new._replace(phase=Phase.DRAINING) if new.is_over else new
+
+
 @rule(Phase.HALTED)
 def leaves_early(state: State, event: events.Notice) -> State:
     """Halts a job that is told to stop before its first step."""
@@ -316,12 +323,13 @@ def is_done(state: State, event: WorkerWord[messages.FinishedMessage]) -> State:
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def looks_at_clock(state: State, event: events.Tick) -> State:
     """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
-    now_ns, options = event.now_ns, state.options
+    now_ns = event.now_ns
+    state = state._replace(round_trip_ns=event.round_trip_ns)
     state = sighted(told(state, event.words, now_ns), event.sights, now_ns)
     state = loses_silent(ticked(state, now_ns, event.unseen), now_ns)
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
-    if state.look and now_ns - state.looked_ns >= options.look_ns:
+    if state.look and now_ns - state.looked_ns >= state.patience.look_ns:
         first = numbered("worker", ends_of(state.look[:1]), " and ")
         return nobody_died(state, now_ns, by_suspicion(state.look), f"a transfer failed at {first}")
     if edges := dark(state, now_ns):

@@ -79,9 +79,9 @@ class CheckpointChoice(NamedTuple):
 
     @property
     def words(self) -> str:
-        """A line about the step, the run and the place that the run goes on from, and about the heir's job."""
+        """A line about the step, the run and the place that the run resumes from, and about the heir's job."""
         heir = f", with the job of run {Path(self.heir.file).parent.name}" if self.heir else ""
-        return f"goes on after step {self.origin.step} of run {self.origin.run} ({self.origin.place}){heir}"
+        return f"resuming after step {self.origin.step} of run {self.origin.run} ({self.origin.place}){heir}"
 
 
 def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> CheckpointChoice:

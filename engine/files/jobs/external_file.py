@@ -19,12 +19,11 @@ from engine.core.faults.external import (
     refused_kind,
 )
 from engine.core.faults.fault import FaultKind
-from engine.core.faults.launchers import LAUNCHERS, PLAIN, launcher_of
+from engine.core.faults.launchers import ANY, LAUNCHERS, PLAIN, launcher_of
 from engine.core.faults.scenario import Limits
 from engine.core.texts import TRUST_FLAG
 from engine.files.jobs.forms import EXTERNAL, Reading, external_fault_form, in_order
-from engine.files.jobs.library import find_scenario
-from engine.files.strict_yaml import Document, read_yaml
+from engine.files.strict_yaml import Document
 
 OWN_KEYS = frozenset({"command", "launcher"})  # a scenario with one of them is for a job of another launcher
 _DEFAULT_TIMEOUT = ExternalScenario("", "", (), PLAIN, ()).timeout_ns
@@ -43,15 +42,6 @@ class LoadedExternal:
 def is_external(document: Document) -> bool:
     """Returns whether a document is a scenario for a job of another launcher."""
     return any(path[0] in OWN_KEYS for path in document.key_places if len(path) == 1)
-
-
-def external_document(name_or_path: str) -> Document | None:
-    """Returns the document of a scenario if it is for a job of another launcher; None for one of bamboo's own.
-
-    Raises NothingMatchedError if the library has no such scenario, and UserError if the file cannot be read.
-    """
-    document = read_yaml(find_scenario(name_or_path))
-    return document if is_external(document) else None
 
 
 def load_external(
@@ -78,7 +68,7 @@ def load_external(
     words = tuple(command) or own
     if is_run and not (words or is_attached or reading.problems):
         reading.refuse(("command",), "a command", "none", "such as: bamboo inject SCENARIO -- torchrun train.py")
-    launcher = LAUNCHERS[values["launcher"]] if "launcher" in values else launcher_of(words)
+    launcher = LAUNCHERS.get(values.get("launcher", ANY)) or launcher_of(words)
     scenario = ExternalScenario(
         values.get("name", ""),
         values.get("about", "").strip(),
@@ -121,7 +111,7 @@ def _fault(reading: Reading, number: int, value: Any, kinds: Mapping[str, FaultK
     moment = ExternalMoment(
         at.get("step"), at.get("rank"), at.get("progress"), at.get("after"), at.get("during"), at.get("delay", 0)
     )
-    default = None if {"ranks", "launcher"} & target.keys() else moment.rank
+    default = None if {"ranks", "launcher"} & target.keys() or do == "disk-full" else moment.rank
     whom = ExternalTarget(
         target.get("rank", default), tuple(target.get("ranks", ())), target.get("launcher", False), target.get("child")
     )

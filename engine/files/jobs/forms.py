@@ -51,7 +51,7 @@ from engine.core.faults.fault import (
     RoleName,
     When,
 )
-from engine.core.faults.launchers import LAUNCHERS
+from engine.core.faults.launchers import ANY, LAUNCHERS
 from engine.core.faults.scenario import Every, Expect, Limits, Target
 from engine.core.units import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
@@ -297,7 +297,9 @@ EXTERNAL = _form(
         Annotated[list[Annotated[str, _Wording("a word of a command")]], MinLen(1), _Wording("the words of a command")],
         "the command that starts the job (default: the words behind --)",
     ),
-    launcher=_key(Annotated[str, _Words(tuple(LAUNCHERS))], "the launcher (default: the one that the command names)"),
+    launcher=_key(
+        Annotated[str, _Words((ANY, *LAUNCHERS))], "the launcher (default, and any: the one that the command names)"
+    ),
     progress=_key(_PROGRESS, "where steps are read if no process calls bamboo.progress"),
     steps=_key(_whole(1), "the steps of the whole job"),
     checkpoint=_key(_SENTENCE, "a pattern of the paths of checkpoints"),

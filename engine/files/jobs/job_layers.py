@@ -194,7 +194,8 @@ VERSION = 1
 _MOST_ARGUMENTS = 1000  # of a model or another part
 LISTED_ARGS = ("optimizer_args", "lr_args")  # their lists of numbers become text with commas
 PROJECT_FILE = "bamboo.yaml"  # the job of the current folder
-RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE)  # of the variables that set no field of a job
+# Of the variables that set no field of a job; the last one is that of `bamboo.progress`.
+RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE, "BAMBOO_PROGRESS")
 
 
 @dataclass(slots=True)

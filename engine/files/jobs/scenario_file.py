@@ -181,7 +181,7 @@ class LoadedScenario:
 
 
 def load_scenario(
-    name_or_path: str,
+    named: str | Document,
     kinds: Mapping[str, FaultKind],
     seed: int | None = None,
     settings: Iterable[str] = (),
@@ -192,18 +192,18 @@ def load_scenario(
 ) -> LoadedScenario:
     """Returns a scenario and its faults, to run `on` hosts; `seed` defaults to the seed of the job.
 
-    Each of `settings` is a ``FIELD=VALUE`` that overrides a field of the job; `offered` checks the models, data and
-    arguments that the job names. `to_attach` says that another job runs: its faults are neither checked nor drawn here.
+    It is `named` by its path or its name in the library, or it is a document. Each of `settings` is a ``FIELD=VALUE``
+    that overrides a field of the job; `offered` checks the models, data and arguments that the job names. `to_attach`
+    says that another job runs: its faults are neither checked nor drawn here.
 
     Raises:
         UserError: with every problem found.
         NothingMatchedError: the library has no such scenario.
     """
-    path = find_scenario(name_or_path)
-    document = read_yaml(path)
+    document = read_yaml(find_scenario(named)) if isinstance(named, str) else named
     if (problem := other_kind(document, "scenario")) is not None:
         raise UserError([problem])
-    return load_document(path, document, kinds, seed, settings, offered, on=on, to_attach=to_attach)
+    return load_document(Path(document.source), document, kinds, seed, settings, offered, on=on, to_attach=to_attach)
 
 
 def load_document(

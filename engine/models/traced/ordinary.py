@@ -79,7 +79,8 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
         limit_rows(data, limits)
     autocast = None if job.dtype == "float32" else getattr(torch, job.dtype)
     batch = data.microbatch(0, 0, 0, job.microbatch_size)
-    has_metrics = any(path != PERPLEXITY for path in named_metrics(job).values())  # which is made of the loss
+    of_output = (path for path in named_metrics(job).values() if path != PERPLEXITY)  # which is made of the loss
+    has_metrics = bool(job.predict_args) or any(of_output)
     example = Example(batch, data.facts.form, autocast, has_metrics, job.variable_shapes)
     if given is not None:
         example = with_given(module, example, given)
@@ -163,7 +164,8 @@ def _with_loss(
         return Model(tuple(layers), loss, is_cut_by_sample=by_sample)
     if not splitters[1].measures():
         output = "one that depends on the targets" if traces[1].measured else "the loss alone"
-        raise UserError([Problem("metrics", _OUTPUT_TOO, output, _HOW_OUTPUT)])
+        field = "--output" if job.predict_args else "metrics"
+        raise UserError([Problem(field, _OUTPUT_TOO, output, _HOW_OUTPUT)])
     return Model(tuple(layers), loss, is_cut_by_sample=by_sample, num_loss_outputs=splitters[1].num_outputs)
 
 

@@ -344,7 +344,7 @@ class Agent:
         if now_ns() >= self.host.due_ns:
             self.end_workers(ends.read_clock)
 
-    def look_at_clock(self) -> None:
+    def look_at_clock(self, round_trip_ns: int) -> None:
         """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
         self._tasks.tick(self)
         if not self._has_finished:  # then the store is no longer needed
@@ -354,7 +354,8 @@ class Agent:
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
-            self.decide(ClockTick(now_ns(), self.injector.places(), *sights_of(self.members.values(), self.board)))
+            sights = sights_of(self.members.values(), self.board)
+            self.decide(ClockTick(now_ns(), self.injector.places(), *sights, round_trip_ns))
         self.broadcast(PingMessage())
         self.newcomers.ping(now_ns())
         limit_ns = self.node.state.options.form_ns

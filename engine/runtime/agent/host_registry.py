@@ -23,6 +23,7 @@ from ipaddress import ip_address
 from typing import NamedTuple, NoReturn
 
 from engine.codec.values import read, text_of
+from engine.core.deadlines import RENEWAL, RoundTrips
 from engine.core.errors import (
     CoordinatorUnavailableError,
     EnvironmentLacksError,
@@ -31,7 +32,6 @@ from engine.core.errors import (
     Problem,
     UserError,
 )
-from engine.core.hosts.deadlines import RENEWAL, RoundTrips
 from engine.core.hosts.ends import LeaseTime
 from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences
 from engine.core.kv import KV, Lease, Put, Txn, absent
@@ -55,13 +55,14 @@ class KeptLease:
     """A lease of the store; a thread ends the workers when it cannot be kept, and then this process."""
 
     def __init__(self, kv: KV, ttl_s: int, allow: Callable[[float], object] = lambda seconds: None):
-        """`allow` sets how many seconds a renewal may take, which follows those before it."""
+        """`allow` sets how many seconds a renewal may take, which follows those before it; the grant takes its time."""
         self._allow, self._answers = allow, RoundTrips()
         self._end_workers: Callable[[str], None] = lambda why: None
         self._kv = kv
         sent_ns = boottime_ns()
         self.lease: Lease = kv.grant(ttl_s)
         self._time = LeaseTime(ttl_s * 1_000_000_000, sent_ns)
+        self._allow_next(RENEWAL.usual_ns)
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=work, name="lease", daemon=True) for work in (self._renew, self._watch)
@@ -87,7 +88,10 @@ class KeptLease:
                 allowed_ns = RENEWAL.after(self._answers.worst_ns)
             except (CoordinatorUnavailableError, LeaseLostError):
                 allowed_ns = RENEWAL.most_ns  # tried again, until the time is over
-            self._allow(min(allowed_ns, self._time.longest_call_ns) / 1e9)
+            self._allow_next(allowed_ns)
+
+    def _allow_next(self, allowed_ns: int) -> None:
+        self._allow(min(allowed_ns, self._time.longest_call_ns) / 1e9)
 
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from engine.codec.messages import decode
 from engine.codec.records import decoded, encoded
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
+from engine.core.deadlines import LATER_NS
 from engine.core.errors import BambooError, CoordinatorUnavailableError, WorkerFailedError, ensure
 from engine.core.faults.injection import InheritedFaults
 from engine.core.history.process_records import (
@@ -49,7 +50,7 @@ from engine.core.history.run_records import (
     UnconfirmedRecord,
     ValidationRecord,
 )
-from engine.core.hosts.ends import LATER_NS, HostSight, deal, host_for_one_more, unheard
+from engine.core.hosts.ends import HostSight, deal, host_for_one_more, unheard
 from engine.core.job.job import Job
 from engine.core.kv import KV, Lease
 from engine.core.message_kinds import MAX_BYTES, Message, head_of
@@ -350,8 +351,10 @@ class HostServers(Spawner):
 
     def news_of_network(self) -> list[NetworkRecord]:
         """Returns the records of round trips that have changed."""
-        told = (each.network_record() for each in self._others if each.is_there)
-        return [each for each in told if each is not None]
+        living = [each for each in self._others if each.is_there]
+        news = [record for each in living if (record := each.network_record()) is not None]
+        self.round_trip_ns = max((each.told_ns or 0 for each in living), default=0)
+        return news
 
     def _lose(self, away: RemoteSpawner, why: str) -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look

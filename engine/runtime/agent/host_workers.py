@@ -290,23 +290,27 @@ class HostWorkers:
         self, is_alone: Callable[[], bool], is_over: Callable[[], bool], each_second: Callable[[str], None]
     ) -> None:
         looked_s = time.monotonic()
+        is_timed = False  # the first record comes at once: a host that is lost within a second has times too
         while self.outcome is None:
             self._workers.wait(_ALONE_S if is_alone() else TICK_S)
             if self.num_notices and not self._is_ending and all(each.has_left for each in [*self._processes.values()]):
                 self._send(LeavesHostMessage())
                 self.has_left = True
                 return
-            if time.monotonic() - looked_s >= _LOOK_S:
+            is_due = time.monotonic() - looked_s >= _LOOK_S
+            if is_due or not is_timed:
+                is_timed = self._record_clock()
+            if is_due:
                 looked_s = time.monotonic()
-                self._record_clock()
                 each_second(self._chief)
             if is_alone() and is_over():
                 return
 
-    def _record_clock(self) -> None:
-        if (bounds := self._bounds) is not None:
-            record = ClockRecord(of=self._chief, least_ns=bounds.least_ns, most_ns=bounds.most_ns)
-            self._recorder.write(record)
+    def _record_clock(self) -> bool:
+        if (bounds := self._bounds) is None:
+            return False
+        self._recorder.write(ClockRecord(of=self._chief, least_ns=bounds.least_ns, most_ns=bounds.most_ns))
+        return True
 
     def close(self) -> None:
         """Ends all workers, and keeps no records any more."""

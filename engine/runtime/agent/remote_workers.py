@@ -13,9 +13,9 @@ from typing import Any
 
 from engine.codec.messages import decode, encode
 from engine.codec.records import decoded
+from engine.core.deadlines import BACK, SILENT, RoundTrips
 from engine.core.errors import KILLED, EnvironmentLacksError, ensure, required
 from engine.core.history.process_records import NetworkRecord
-from engine.core.hosts.deadlines import BACK, SILENT, RoundTrips
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,

@@ -297,7 +297,7 @@ def supervise(agent: Agent, server: Spawner, interrupts: Interrupts) -> None:
             now_s = time.monotonic()
             if now_s - ticked_s >= TICK_S:
                 ticked_s = now_s
-                agent.look_at_clock()
+                agent.look_at_clock(server.round_trip_ns)
                 for record in server.news_of_network():
                     agent.recorder.write(record)
                 server_pid = _look_at(server, agent, server_pid)

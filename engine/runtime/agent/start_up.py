@@ -21,6 +21,7 @@ from engine.core.job.job import Job, parse_size
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.files.accelerators import accelerators, lacks
+from engine.files.run_folder import RunFolder
 from engine.runtime.agent.keeper import place_of
 from engine.runtime.agent.run_state import InheritedRun
 from engine.runtime.agent.scribe import Scribe
@@ -137,6 +138,7 @@ class LaunchSpec:
             checkpoints=place_of(self.job, self.folder),
             run=Path(self.folder).absolute().name,
             checkpoint=None if origin is None else asdict(origin),
+            outputs=str(RunFolder(Path(self.folder).absolute()).outputs) if self.job.predict_args else "",
         )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 
-ANSWER = "stopping; again to kill"
+ANSWER = "stopping; Ctrl-C again kills"
 
 
 def tell() -> None:

@@ -48,7 +48,8 @@ def serve(launcher: Link, launcher_pid: int) -> None:
     server = os.getpid()
     while (begin := launcher.receive()) is not None:
         for module in begin.preload if isinstance(begin, BeginMessage) else ():
-            importlib.import_module(module)
+            with contextlib.suppress(Exception):  # the worker that needs a missing package tells the user
+                importlib.import_module(module)
         with contextlib.suppress(OSError):  # fork may fail
             if (between := os.fork()) == 0:
                 die_with_parent(server)

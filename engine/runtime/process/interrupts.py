@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP to a launcher: the answer to the user, and an end within a limit.
 
-    first signal    "stopping; again to kill" on stderr. Then the innermost block decides: `holding` notes the signal,
-                    and its run ends; `raising` raises SystemExit; outside of both the process ends at once
+    first signal    "stopping; Ctrl-C again kills" on stderr. Then the innermost block decides: `holding` notes the
+                    signal, and its run ends; `raising` raises SystemExit; outside of both the process ends at once
     second signal   a run kills its workers at once
     third signal    the process ends at once, and the kernel kills its children with it; the same happens `_LIMIT_S`
                     after the first signal, and `_AGAIN_S` after the second, `_LONG_AGAIN_S` on one of several hosts

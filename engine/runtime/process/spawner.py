@@ -107,6 +107,7 @@ class Spawner(Protocol):
     """Starts the workers of a run, as a context; where no other class says more, on one host."""
 
     host: str = ""  # the name of its host, if a run has several
+    round_trip_ns: int = 0  # the worst one to other hosts lately, as their records tell it
     later_ns: int = 0  # how much later the end of a worker may be seen than on this host
     address: str = "127.0.0.1"  # where the transfers of its workers listen
     network: Mapping[str, str] | None = None  # of a run on several hosts: what their links are secured with

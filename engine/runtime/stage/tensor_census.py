@@ -1,7 +1,9 @@
 """The census of a worker's tensors by slot and kind, after each action of the first steps of a program.
 
 Rules: it reads what replicas, stash and log hold, and changes nothing. The first step of all has no moments yet, so two
-steps are counted; the steps after them hold the same. A residual has the size that the trial of its layers found. See
+steps are counted; the steps after them hold the same. A step that begins again, after a fence, is not counted: others
+wait for its replay. Weights, moments and buffers are counted at a boundary: inside a
+step they change with fsdp only. A residual has the size that the trial of its layers found. See
 `engine.core.job.tensor_model` for the kinds and what is left out.
 """
 
@@ -39,26 +41,34 @@ class TensorCensus:
         self._replicas, self._values, self._streams = replicas, values, streams
         self._entries, self._write = entries, write
         self._left, self._most, self._total = 0, BySlot(), 0
+        self._step, self._counts = -1, False
         self._own: Collection[Slot] = ()
         self._told: tuple[BySlot, BySlot] = {}, {}
+        self._state: dict[int, TensorBytes] = {}  # of a stage object in the open step
 
     def enter(self, own: Collection[Slot]) -> None:
         """Begins to count: another program follows, with these slots of this worker."""
         self._own = own
         self._left = _STEPS
-        self._most, self._total = {}, 0
+        self._most, self._total, self._state = {}, 0, {}
+
+    def begin_step(self, step: int) -> None:
+        """Decides whether the actions of a step are counted."""
+        self._counts = self._left > 0 and step != self._step
+        self._step = step
 
     def look(self) -> None:
         """Counts what is there after an action."""
-        if self._left:
+        if self._counts:
             now = self.count()
             if (total := sum(map(sum, now.values()))) > self._total:
                 self._most, self._total = now, total
 
     def end_step(self, step: int) -> None:
         """Records the peak of a step, and what is there at its boundary, if they are others than before."""
-        if not self._left:
+        if not self._counts:
             return
+        self._state = {}
         told = self.count(), self._most
         if told != self._told:
             self._told = told
@@ -86,6 +96,13 @@ class TensorCensus:
         return held
 
     def _of_stage(self, stage: Stage) -> TensorBytes:
+        state = self._state.get(id(stage))
+        if state is None or self._replicas.job.fsdp:
+            state = self._state[id(stage)] = self._state_of(stage)
+        stash = (len(stage.residuals) + len(stage.pending)) * self.residual(stage)
+        return state._replace(stash=stash, accumulators=num_bytes(_accumulators(stage)))
+
+    def _state_of(self, stage: Stage) -> TensorBytes:
         optimizers = stage.optimizers.values()
         weights = {each.data_ptr(): each for one in optimizers for each in one.kept.values()}
         if self._replicas.job.fsdp:
@@ -97,8 +114,6 @@ class TensorCensus:
             weights=num_bytes(weights.values()),
             moments=num_bytes(moments),
             buffers=num_bytes(stage.buffers()) + num_bytes(boundary.values()),
-            stash=(len(stage.residuals) + len(stage.pending)) * self.residual(stage),
-            accumulators=num_bytes(_accumulators(stage)),
         )
 
     def residual(self, stage: Stage) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.deadlines import ATTEMPT, RoundTrips
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
 from engine.core.kv import Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from engine.runtime.process.grpc_import import grpc
@@ -60,22 +61,23 @@ def _after(prefix: bytes) -> bytes:
 
 # Calls to etcd, retried at all endpoints until a deadline.
 #
-# Rules: every attempt has a timeout, every call a deadline. All clients of a process avoid an endpoint that did not
-# answer in time for some seconds, unless no other is left: a dead host costs one timeout. The same holds for one that
-# has refused for a second, but not earlier, because the living members may be slow while etcd elects a leader. Errors
-# of gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works
-# only in the process that created it: its threads and locks do not survive a fork, and a forked child would hang.
+# Rules: every attempt has a timeout, which follows the answers before it and leaves time for another attempt; every
+# call has a deadline. All clients of a process avoid an endpoint that did not answer in time for some seconds, unless
+# no other is left: a dead host costs one timeout. The same holds for one that has refused for a second, but not
+# earlier, because the living members may be slow while etcd elects a leader. Errors of gRPC and etcd are raised as
+# CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only in the process that created
+# it: its threads and locks do not survive a fork, and a forked child would hang.
 
 etcd3 = import_etcd3()
 rpc = etcd3.etcdrpc
 
 DEADLINE_S = 10.0
-ATTEMPT_S = 1.0
 PAUSE_S = 0.05
 _AVOIDED_S = 10.0  # an endpoint that did not answer
 _REFUSES_S = 1.0  # an endpoint, until it counts as one that did not answer
 _avoided_until_s: dict[Endpoint | SocketEndpoint, float] = {}
 _refuses_since_s: dict[Endpoint | SocketEndpoint, float] = {}
+_answers = RoundTrips()  # of all clients of this process
 
 _CHANNEL_OPTIONS = (
     # A host's web proxy is not for etcd.
@@ -106,6 +108,11 @@ class _Connection:
     close: Callable[[], None]
 
 
+def _measure(took_s: float) -> None:
+    global _answers  # noqa: PLW0603 - as the endpoints to avoid, it is of the process
+    _answers = _answers.with_one(round(took_s * 1e9))
+
+
 class EtcdCalls:
     """Calls of one process to one etcd; thread-safe."""
 
@@ -132,12 +139,13 @@ class EtcdCalls:
         LeaseLostError if the lease has expired.
         """
         self.check_process()
-        endpoint = self._next()
-        timeout_s = min(ATTEMPT_S, max(PAUSE_S, until_s - time.monotonic()))
+        endpoint, began_s = self._next(), time.monotonic()
         try:
             connection = self._connect(endpoint)
             with breakable():
+                timeout_s = self._timeout_s(until_s - began_s)
                 reply = connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
+            _measure(time.monotonic() - began_s)
             _avoided_until_s.pop(endpoint, None)
             _refuses_since_s.pop(endpoint, None)
             return reply
@@ -148,6 +156,12 @@ class EtcdCalls:
                 raise CoordinatorUnavailableError(f"etcd at {places} does not answer: {error.details()}") from None
             time.sleep(PAUSE_S)
             return None
+
+    def _timeout_s(self, left_s: float) -> float:
+        """Returns the time of an attempt, of a call that has so many seconds left."""
+        others_s = left_s / 2 if len(self._settings.endpoints) > 1 else 0.0
+        patient_s = max(ATTEMPT.base_ns / 1e9, min(ATTEMPT.after(_answers.worst_ns) / 1e9, left_s - others_s))
+        return min(patient_s, max(PAUSE_S, left_s))
 
     def _next(self) -> Endpoint | SocketEndpoint:
         """Returns the endpoint whose turn it is, or the next one that is not avoided."""
@@ -222,7 +236,7 @@ def _open(settings: EtcdSettings, endpoint: Endpoint | SocketEndpoint) -> _Conne
         ca_cert=settings.ca_file or None,
         cert_cert=settings.cert_file or None,
         cert_key=settings.key_file or None,
-        timeout=ATTEMPT_S,
+        timeout=ATTEMPT.usual_ns / 1e9,
         user=settings.user or None,
         password=settings.password.reveal() or None,
         grpc_options=_CHANNEL_OPTIONS,

@@ -193,6 +193,7 @@ class Executor:
 
         Raises Stopped, Fenced or TransferFailedError from a wait, and the exceptions of layers.
         """
+        self._census.begin_step(self.step)
         self._plane.expect(self.step, self._worker_program.issued)
         self._receiver = Receiver(self._plane.in_order, self._worker_program.receives)
         if not self._worker_program.is_awaited:

@@ -79,6 +79,7 @@ class WorkerContext:
     shards: ShardedStages | None = None
     checkpoints: CheckpointWriter | None = None
     has_hosts: bool = False  # the run has several hosts
+    outputs: str = ""  # the folder of the outputs of a prediction
 
 
 _STEPS_OF_SIZES = 2  # of a program; before the first step of all an optimizer has no state

@@ -47,7 +47,7 @@ from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.microbatches import WatchedData
 from engine.runtime.worker.step_end import WorkerContext
-from engine.runtime.worker.validation import Validation
+from engine.runtime.worker.validation import Prediction, Validation
 
 # The worker machine of this process. The main thread carries out its outputs; other threads feed it aside.
 #
@@ -427,7 +427,8 @@ class Training:
     def _validate(self, output: outputs.Validate) -> inputs.Input:
         shards = self.context.shards
         with self._noted(output.step, Chore.VALIDATION), shards.all_whole() if shards else contextlib.nullcontext():
-            return Validation(self.context, self._plane, output.ownership).run()
+            kind = Prediction if self.context.job.predict_args else Validation
+            return kind(self.context, self._plane, output.ownership).run()
 
     def _audit(self, output: outputs.Audit) -> None:
         """Sends the agent the hash of every layer of the whole replicas, or of the stages in shards that it owns."""

@@ -6,9 +6,9 @@ Rule: each microbatch counts by its samples. Those behind the end of a finite se
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 from engine.core.action import Action, Op
@@ -24,7 +24,10 @@ from engine.core.program.dependencies import carried, peers_of, routes_of
 from engine.core.protocol.worker_inputs import PassEnded
 from engine.models.data import Data
 from engine.models.data_sources import EvaluatedBatch, evaluation, evaluation_sets
-from engine.models.layers import Model, Tensors
+from engine.models.layers import Batch, Model, Tensors
+from engine.models.predicted_samples import PredictedSamples
+from engine.runtime.checkpoint.outputs import write_outputs
+from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport, validation_key
 from engine.runtime.worker.microbatches import on_device
@@ -39,6 +42,9 @@ def unmeasured(job: Job, model: Model, data: Data) -> tuple[str, ...]:
 
     Likewise if there is no set, and the job needs one.
     """
+    if job.predict_args:
+        PredictedSamples(job, data)
+        return ()
     if not evaluation_sets(data) and needs_validations(monitor_rules(job)):
         raise UserError([Problem("data", "an evaluation set, for the figures of the job", repr(job.data))])
     if model.is_cut_by_sample or not job.validate_every:
@@ -52,9 +58,9 @@ class Validation:
     def __init__(self, context: WorkerContext, plane: Transport, ownership: Ownership):
         self.context = context
         self.channel = plane.aside
-        only_whole = not context.replicas.model.is_cut_by_sample
-        self.parts = parts_of(context.job, evaluation_sets(context.data), only_whole=only_whole)
+        self.parts = self._parts()
         self.is_at_end = ownership.owner(0, ownership.grid.stages - 1) == context.worker
+        self._results: list[_Result] = []
         self._begin = EvaluatedBatch((), ())  # of the set that is being measured
         self.grid = replace(ownership.grid, microbatches=len(self.parts))
         alone = replace(ownership, grid=self.grid)
@@ -67,7 +73,7 @@ class Validation:
         """Runs the pass; the owner of the last stage gets the results, the others none."""
         receiver = Receiver(self.channel, self.receives)
         made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
-        results: list[_Result] = []
+        self._results.clear()
         for action in self.actions:
             self.context.control.check()
             if action.op is Op.RECV_F:
@@ -79,13 +85,24 @@ class Validation:
                     self.channel.send(target, validation_key(self.grid, action), tensors)
             else:
                 with self.context.control.busy():
-                    self._forward(action, made, results)
-        if not self.is_at_end:
-            return PassEnded()
-        return PassEnded(tuple(self._mean(results, name) for name in dict.fromkeys(part.name for part in self.parts)))
+                    self._forward(action, made)
+        return PassEnded(self._result() if self.is_at_end else None)
 
-    def _mean(self, results: Sequence[_Result], name: str) -> Evaluation:
-        own = [each for each in results if each[0].name == name]
+    def _parts(self) -> tuple[EvaluationPart, ...]:
+        """Returns the microbatches of the pass, in order."""
+        only_whole = not self.context.replicas.model.is_cut_by_sample
+        return parts_of(self.context.job, evaluation_sets(self.context.data), only_whole=only_whole)
+
+    def _batch(self, part: EvaluationPart) -> Batch:
+        """Returns a microbatch of the pass."""
+        return evaluation(self.context.data, part.name, part.number, self.context.job.microbatch_size)
+
+    def _result(self) -> tuple[Evaluation, ...]:
+        """Returns the results of the pass at its last stage."""
+        return tuple(self._mean(name) for name in dict.fromkeys(part.name for part in self.parts))
+
+    def _mean(self, name: str) -> Evaluation:
+        own = [each for each in self._results if each[0].name == name]
         shares = [part.rows / self.context.job.microbatch_size for part, _, _ in own]
         loss = fmean((each for _, each, _ in own), shares)
         metrics = {metric: fmean((values[metric] for _, _, values in own), shares) for metric in own[0][2]}
@@ -94,21 +111,45 @@ class Validation:
                 metrics[metric] = math.exp(loss) if loss < _MOST_EXPONENT else math.inf
         return Evaluation(name, sum(part.rows for part, _, _ in own), loss, metrics)
 
-    def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[_Result]) -> None:
+    def _forward(self, action: Action, made: dict[tuple[int, int], Tensors]) -> None:
         context, stage = self.context, self.context.replicas.stages[0, action.stage]
         targets: Tensors = ()
         inputs: Tensors = () if action.stage == 0 else made.pop((action.stage - 1, action.microbatch))
-        part, size = self.parts[action.microbatch], context.job.microbatch_size
+        part = self.parts[action.microbatch]
         if action.stage == 0 or stage.is_last:
-            batch = on_device(evaluation(context.data, part.name, part.number, size), context.replicas.device)
+            batch = on_device(self._batch(part), context.replicas.device)
             inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
         outputs = stage.evaluate(inputs)
         if stage.is_last:
-            measured = EvaluatedBatch(outputs, targets)
-            if part.number == 0:
-                self._begin = measured
-            if part.rows < size:
-                measured = measured.first(part, size, self._begin, is_narrow=context.job.dtype != "float32")
-            results.append((part, *stage.evaluate_loss(*measured)))
+            self._take(stage, action.microbatch, EvaluatedBatch(outputs, targets))
         else:
             made[action.stage, action.microbatch] = outputs
+
+    def _take(self, stage: Stage, number: int, measured: EvaluatedBatch) -> None:
+        """Takes the outputs of a microbatch of the pass."""
+        part, size = self.parts[number], self.context.job.microbatch_size
+        if part.number == 0:
+            self._begin = measured
+        if part.rows < size:
+            measured = measured.first(part, size, self._begin, is_narrow=self.context.job.dtype != "float32")
+        self._results.append((part, *stage.evaluate_loss(*measured)))
+
+
+# A prediction is a pass that keeps the outputs of the last stage in place of a loss.
+class Prediction(Validation):
+    """One worker's share of a prediction under one ownership; a pass that runs again writes the same files."""
+
+    def _parts(self) -> tuple[EvaluationPart, ...]:
+        self._samples = PredictedSamples(self.context.job, self.context.data)
+        return self._samples.parts()
+
+    def _batch(self, part: EvaluationPart) -> Batch:
+        return self._samples.batch(part.number)
+
+    def _result(self) -> tuple[Evaluation, ...]:
+        return ()
+
+    def _take(self, stage: Stage, number: int, measured: EvaluatedBatch) -> None:
+        outputs = measured.outputs[stage.model.num_loss_outputs :]
+        rows, size = self._samples.rows, self.context.job.microbatch_size
+        write_outputs(Path(self.context.outputs), number, outputs, rows, size)

@@ -388,7 +388,8 @@ class WorkerRun(ControlHandler):
         self._failpoints = Failpoints(control, faults, replicas, backend.link_faults, troubles, recorder)
         shards = ShardedStages(worker, replicas) if job.fsdp else None
         fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, self._failpoints, backend)
-        context = WorkerContext(*fixed, shards, checkpoints, has_hosts=welcome.network is not None)
+        has_hosts, outputs = welcome.network is not None, welcome.outputs
+        context = WorkerContext(*fixed, shards, checkpoints, has_hosts=has_hosts, outputs=outputs)
         return GroupMember(context, ownership, plane)
 
     def pinged(self) -> None:
@@ -533,6 +534,6 @@ def _probed(stage: Stage, before: Border | None, data: Data) -> Border:
     sets = evaluation_sets(data) if stage.job.validate_every and not stage.job.variable_shapes else ()
     validation = [stage.device.put_all(evaluation(data, name, 0, size).targets) for name in sets]
     inputs = batch.inputs if before is None else zeros
-    if not stage.is_last:
+    if not stage.is_last or stage.job.predict_args:
         return stage.probe(inputs)
     return stage.probe(inputs, batch.targets, validation)

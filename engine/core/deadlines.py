@@ -26,12 +26,20 @@ class Deadline(NamedTuple):
         """Returns the deadline for the worst round trip lately, None if that is not known."""
         return self.usual_ns if worst_ns is None else min(self.most_ns, self.base_ns + self.factor * worst_ns)
 
+    def more(self, worst_ns: int) -> int:
+        """Returns by how much the worst round trip puts off the deadline, and one with a base of its own."""
+        return self.after(worst_ns) - self.base_ns
+
 
 # A host that is silent, which says a word each quarter of a second. A stream that has ended: to be back it takes the
-# round trips of TCP, TLS and two greetings. A call that renews a lease: the members of a store ask each other.
+# round trips of TCP, TLS and two greetings. A call that renews a lease, and an attempt at any call to a store: the
+# members ask each other, and a first one has to connect, so both are patient until answers have come.
 SILENT = Deadline(usual_ns=2_000 * _MS, base_ns=800 * _MS, factor=5, most_ns=10_000 * _MS)
 BACK = Deadline(usual_ns=200 * _MS, base_ns=200 * _MS, factor=6, most_ns=3_000 * _MS)
-RENEWAL = Deadline(usual_ns=700 * _MS, base_ns=700 * _MS, factor=4, most_ns=3_000 * _MS)
+RENEWAL = Deadline(usual_ns=3_000 * _MS, base_ns=700 * _MS, factor=4, most_ns=3_000 * _MS)
+ATTEMPT = Deadline(usual_ns=3_000 * _MS, base_ns=1_000 * _MS, factor=4, most_ns=3_000 * _MS)
+# From the end of a host until all hear of it; a broken transfer is no proof before.
+LATER_NS = BACK.usual_ns + 500 * _MS
 
 
 class RoundTrips(NamedTuple):
