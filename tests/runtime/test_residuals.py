@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.models.data_sources import open_data
 from engine.models.layers import LayerSpec, Model, Tensors
@@ -75,21 +76,17 @@ class Doubled(torch.autograd.Function):
 
 class Doubling(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(super().forward(x))
+        return Doubled.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Again(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("layer", "why"),
-    [
-        (Turned, "aten::_local_scalar_dense looks at the content"),
-        (Doubling, "is a backward of the user"),
-        (Again, "hooks on saved tensors"),
-    ],
+    [(Turned, "its forward needs values"), (Doubling, "is a backward of the user"), (Again, "hooks on saved tensors")],
 )
 def test_what_cannot_travel_says_why(layer: Any, why: str) -> None:
     make = layer if layer is Turned else lambda: layer(WIDTH, WIDTH)
@@ -101,3 +98,4 @@ def test_what_cannot_travel_says_why(layer: Any, why: str) -> None:
     with pytest.raises(CannotTravelError, match=why):
         parcel_of(stage, 0)
     assert stage.layers[0].__dict__.keys() == before.keys()
+    assert not any(isinstance(each, FakeTensor) for each in stage.buffers())

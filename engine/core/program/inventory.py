@@ -90,6 +90,7 @@ class SavedResiduals(NamedTuple):
     sizes: tuple[int, ...]  # bytes
     forward_ns: int  # the usual time of a forward, with which a microbatch is recomputed
     graph_ns: int  # the usual time to make the graph of a microbatch at the other end
+    load_ns: int = 0  # the time to load what makes graphs, once
 
     def bytes_of(self, microbatch: int) -> int:
         """Returns the bytes of the residual of a microbatch."""
@@ -127,7 +128,7 @@ def to_json(inventory: Inventory) -> str:
     if inventory.saved or inventory.stuck:
         held["stuck"] = inventory.stuck
         held["saved"] = [
-            [*slot, each.first, each.forward_ns, each.graph_ns, *each.sizes]
+            [*slot, each.first, each.forward_ns, each.graph_ns, each.load_ns, *each.sizes]
             for slot, each in sorted(inventory.saved.items())
         ]
     return json.dumps(held, separators=(",", ":"))
@@ -146,8 +147,8 @@ def from_json(text: str) -> Inventory:
             tuple((pipeline, stage) for pipeline, stage in held["logged"]),
             ValueRuns.of_runs(_line_of(*line) for line in held["values"]),
             {
-                (pipeline, stage): SavedResiduals(first, tuple(sizes), forward_ns, graph_ns)
-                for pipeline, stage, first, forward_ns, graph_ns, *sizes in held.get("saved", ())
+                (pipeline, stage): SavedResiduals(first, tuple(sizes), forward_ns, graph_ns, load_ns)
+                for pipeline, stage, first, forward_ns, graph_ns, load_ns, *sizes in held.get("saved", ())
             },
             held.get("stuck", ""),
         )

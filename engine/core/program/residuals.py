@@ -5,12 +5,14 @@
 
 Rules: a residual goes to the owner of its slot, which then counts its forward. Those of a slot go in the order of the
 microbatches, behind the accumulator, because the forwards count in that order: the first one that is recomputed ends
-them. With `auto` a residual is sent if that takes less time than to recompute it, with `ship` always. Neither sends
-what does not fit into the time that the worker has left.
+them. With `auto` a residual is sent if that takes less time than to recompute it, and if all that a successor gets is
+worth the time to load what makes graphs there; with `ship` always. Neither sends what does not fit into the time that
+the worker has left.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,7 +78,7 @@ def ships_in(
     if mode == "recompute":
         return ()
     held = {inventory.worker: inventory for inventory in inventories if inventory.step == step}
-    left, ships = dict(left_ns), list[Ship]()
+    left, ships, gains_ns = dict(left_ns), list[Ship](), Counter[int]()
     for giver, slot in sorted((worker, slot) for worker, each in held.items() for slot in each.saved):
         taker = held.get(ownership.owner(*slot))
         if taker is None or taker.worker == giver or slot in taker.logged:
@@ -88,6 +90,10 @@ def ships_in(
                 break
             left[giver] -= round(took_ns)
             ships.append(Ship(giver, *slot, microbatch))
+            gains_ns[taker.worker] += saved.forward_ns - round(took_ns)
+    if mode == "auto":
+        loads_ns = {ship.giver: max(saved.load_ns for saved in held[ship.giver].saved.values()) for ship in ships}
+        ships = [ship for ship in ships if gains_ns[ownership.owner(*ship.slot)] > loads_ns[ship.giver]]
     return tuple(sorted(ships, key=lambda ship: ship[1:]))
 
 

@@ -4,7 +4,7 @@
     successor   the same layers with tensors of no content: a graph of the same form <- the saved tensors
 
 So a usual step pays nothing, and what was forwarded before the notice travels as well. The successor runs no kernel of
-the forward (`kernel_free.py`). The backward
+the forward: under `FakeTensorMode` an op makes the shape of its output and the node of its backward only. The backward
 then is the one that the leaver would have run, by the same kernels, with the weights of the successor.
 
 Rules: the leaver first makes such a graph itself and compares: names and numbers of all nodes, their edges, and where
@@ -34,7 +34,6 @@ from engine.models.layers import Tensors
 from engine.models.user_code import RAISED
 from engine.runtime.stage.buffers import BufferPlace, in_pieces, lending, modules_of, placed, snapshot_of
 from engine.runtime.stage.gradient_log import filled
-from engine.runtime.stage.kernel_free import ContentNeededError, KernelFree, allocated
 from engine.runtime.stage.stage import Checkpoint, Residual, Segment, Stage
 from engine.runtime.transport.transfers import receive_bulk, send_bulk
 from engine.runtime.transport.transport import AsideKey, Channel, TensorSpec
@@ -118,7 +117,6 @@ class _Rebuilding:
     def __init__(self, stage: Stage):
         self.stage = stage
         self.lent: list[Tensor] = []  # the memory of the inputs and buffers of graphs that were made here
-        self.kernel_free = KernelFree()
         self.by_name = {
             f"{index} {name}": parameter
             for index, layer in stage.layers.items()
@@ -142,17 +140,17 @@ class _Rebuilding:
         return leaves
 
     def _run(self, forward: Any, layer: nn.Module | None = None) -> Tensors:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         modules = modules_of([layer] if layer is not None else [])
         attributes = [dict(module.__dict__) for module in modules]
         buffers = snapshot_of(modules).copy()
         self.lent += buffers.memory
         try:
-            with lending(modules, buffers.buffers()), self.kernel_free:
+            with lending(modules, buffers.buffers()), FakeTensorMode(allow_non_fake_inputs=True):
                 outputs: Tensors = forward()
-        except ContentNeededError as error:
-            raise CannotTravelError(f"its forward cannot run without values: {error}") from error
         except RAISED as error:
-            raise CannotTravelError(f"its forward cannot run without values: {type(error).__name__}") from error
+            raise CannotTravelError(f"its forward needs values: {type(error).__name__}") from error
         finally:
             for module, before in zip(modules, attributes, strict=True):  # a forward may keep a tensor of no content
                 module.__dict__.clear()
@@ -166,7 +164,8 @@ def _spec(tensor: Tensor) -> list[Any]:
 
 def _leaf(spec: Sequence[Any], stage: Stage) -> Tensor:
     dtype, shape, stride, needs_grad = spec
-    return allocated(shape, stride, _dtype(dtype), stage.device.place).requires_grad_(needs_grad)
+    empty = torch.empty_strided(shape, stride, dtype=_dtype(dtype), device=stage.device.place)
+    return empty.requires_grad_(needs_grad)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -238,7 +237,7 @@ class _Packing:
             if model is not tensor:
                 raise CannotTravelError(f"{here.node.name()} saves a tensor at times")
             return None
-        is_known = self._rebuilding.kernel_free.is_number(model) and model.untyped_storage().data_ptr() not in lent
+        is_known = type(model) is Tensor and model.dim() == 0 and model.untyped_storage().data_ptr() not in lent
         if is_known and model.dtype == tensor.dtype and torch.equal(model, tensor):
             return None  # a number in the code
         name = self._storages.get(tensor.untyped_storage().data_ptr())
@@ -294,8 +293,19 @@ class ResidualOffers:
 
 
 _LEAST_GRAPH_NS = 1_000_000  # of a layer
-_LEAST_LEFT_NS = 300_000_000  # to make them, and hand over
+_LEAST_LOAD_NS = 300_000_000
+_LEAST_LEFT_NS = 3_000_000_000  # to load it, and hand over
 _SHARE = 4  # of the time that is left, and of the time for an inventory
+
+
+def load() -> int:
+    """Loads what makes graphs of tensors without content; returns the nanoseconds, 1 at least."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    start_ns = time.monotonic_ns()
+    with FakeTensorMode():
+        torch.empty(1).add(1)
+    return max(1, time.monotonic_ns() - start_ns)
 
 
 def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns: int) -> ResidualOffers:
@@ -304,8 +314,9 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
     With `auto`, none whose graph takes longer to make than its forward. To make graphs takes a part of the time that is
     left at most.
     """
-    offers, stuck, is_auto = ResidualOffers(), "", job.residuals == "auto"
-    if job.residuals == "recompute" or not any(stage.residuals for stage, _ in stages.values()):
+    offers, stuck, load_ns, is_auto = ResidualOffers(), "", 0, job.residuals == "auto"
+    redone_ns = sum(forward_ns * len(stage.residuals) for stage, forward_ns in stages.values())
+    if job.residuals == "recompute" or not redone_ns or (is_auto and redone_ns < _LEAST_LOAD_NS):
         return offers
     if left_ns < _LEAST_LEFT_NS:
         return replace(offers, stuck="there is no time to find out what can be sent")
@@ -318,6 +329,7 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
                 break
             microbatch = first + len(sizes)
             try:
+                load_ns = load_ns or load()
                 start_ns = time.monotonic_ns()
                 parcel = parcel_of(stage, microbatch)
             except CannotTravelError as error:
@@ -327,7 +339,7 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
             sizes.append(parcel.num_bytes)
             graph_ns = time.monotonic_ns() - start_ns
         if sizes:
-            offers.saved[slot] = SavedResiduals(first, tuple(sizes), forward_ns, graph_ns)
+            offers.saved[slot] = SavedResiduals(first, tuple(sizes), forward_ns, graph_ns, load_ns)
     return replace(offers, stuck=stuck)
 
 
