@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -293,14 +294,14 @@ class ResidualOffers:
 
 
 _LEAST_GRAPH_NS = 1_000_000  # of a layer
-_LEAST_LOAD_NS = 300_000_000
-_LEAST_LEFT_NS = 3_000_000_000  # to load it, and hand over
+_LOAD_NS = 2_000_000_000  # to load what makes them, usually, at each end
+_LEAST_LEFT_NS = 300_000_000  # to make some, and hand over
 _SHARE = 4  # of the time that is left, and of the time for an inventory
 
 
-def load() -> int:
+def load_graph_making() -> int:
     """Loads what makes graphs of tensors without content; returns the nanoseconds, 1 at least."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode  # its first use imports torch's compiler
 
     start_ns = time.monotonic_ns()
     with FakeTensorMode():
@@ -311,14 +312,15 @@ def load() -> int:
 def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns: int) -> ResidualOffers:
     """Returns the residuals of these stages that can be sent; with each stage comes the time of its forward.
 
-    With `auto`, none whose graph takes longer to make than its forward. To make graphs takes a part of the time that is
-    left at most.
+    With `auto`, none whose graph takes longer to make than its forward, and none at all where to load what makes graphs
+    takes longer than all forwards. To make graphs takes a part of the time that is left at most.
     """
     offers, stuck, load_ns, is_auto = ResidualOffers(), "", 0, job.residuals == "auto"
     redone_ns = sum(forward_ns * len(stage.residuals) for stage, forward_ns in stages.values())
-    if job.residuals == "recompute" or not redone_ns or (is_auto and redone_ns < _LEAST_LOAD_NS):
+    load_at_most_ns = 0 if "torch._dynamo.config" in sys.modules else _LOAD_NS
+    if job.residuals == "recompute" or not redone_ns or (is_auto and redone_ns < 2 * load_at_most_ns):
         return offers
-    if left_ns < _LEAST_LEFT_NS:
+    if left_ns < _LEAST_LEFT_NS + load_at_most_ns:
         return replace(offers, stuck="there is no time to find out what can be sent")
     until_ns = time.monotonic_ns() + min(left_ns, 10_000_000_000) // _SHARE
     for slot, (stage, forward_ns) in stages.items():
@@ -329,7 +331,7 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
                 break
             microbatch = first + len(sizes)
             try:
-                load_ns = load_ns or load()
+                load_ns = load_ns or load_graph_making()
                 start_ns = time.monotonic_ns()
                 parcel = parcel_of(stage, microbatch)
             except CannotTravelError as error:
