@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.models.data_sources import open_data
 from engine.models.layers import LayerSpec, Model, Tensors
@@ -86,7 +85,11 @@ class Again(nn.Linear):
 
 @pytest.mark.parametrize(
     ("layer", "why"),
-    [(Turned, "its forward needs values"), (Doubling, "is a backward of the user"), (Again, "hooks on saved tensors")],
+    [
+        (Turned, "aten::_local_scalar_dense looks at the content"),
+        (Doubling, "is a backward of the user"),
+        (Again, "hooks on saved tensors"),
+    ],
 )
 def test_what_cannot_travel_says_why(layer: Any, why: str) -> None:
     make = layer if layer is Turned else lambda: layer(WIDTH, WIDTH)
@@ -98,4 +101,3 @@ def test_what_cannot_travel_says_why(layer: Any, why: str) -> None:
     with pytest.raises(CannotTravelError, match=why):
         parcel_of(stage, 0)
     assert stage.layers[0].__dict__.keys() == before.keys()
-    assert not any(isinstance(each, FakeTensor) for each in stage.buffers())

@@ -4,7 +4,7 @@
     successor   the same layers with tensors of no content: a graph of the same form <- the saved tensors
 
 So a usual step pays nothing, and what was forwarded before the notice travels as well. The successor runs no kernel of
-the forward: under `FakeTensorMode` an op makes the shape of its output and the node of its backward only. The backward
+the forward (`kernel_free.py`). The backward
 then is the one that the leaver would have run, by the same kernels, with the weights of the successor.
 
 Rules: the leaver first makes such a graph itself and compares: names and numbers of all nodes, their edges, and where
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from engine.models.layers import Tensors
 from engine.models.user_code import RAISED
 from engine.runtime.stage.buffers import BufferPlace, in_pieces, lending, modules_of, placed, snapshot_of
 from engine.runtime.stage.gradient_log import filled
+from engine.runtime.stage.kernel_free import ContentNeededError, KernelFree, allocated
 from engine.runtime.stage.stage import Checkpoint, Residual, Segment, Stage
 from engine.runtime.transport.transfers import receive_bulk, send_bulk
 from engine.runtime.transport.transport import AsideKey, Channel, TensorSpec
@@ -91,9 +93,7 @@ def _form_of(segment: Segment, weights: Mapping[int, str]) -> _Form:
                 nodes.append(following)
         if hasattr(type(node), "_forward_cls"):
             raise CannotTravelError(f"{node.name()} is a backward of the user")
-        names = [name for name in sorted(dir(node)) if name.startswith((_RAW, _SAVED))]
-        raw = [name.removeprefix(_RAW) for name in names if name.startswith(_RAW)]
-        others = [name for name in names if name.startswith(_SAVED) and name.removeprefix(_SAVED) not in raw]
+        raw, others = _names_of(type(node))
         mine = [place for name in raw for place in _places(node, name)]
         edges = [(numbers.get(following, -1), at) for following, at in node.next_functions]
         leaf = leaves.get(id(node.variable), "another leaf") if hasattr(node, "variable") else ""
@@ -101,6 +101,14 @@ def _form_of(segment: Segment, weights: Mapping[int, str]) -> _Form:
         lines.append(f"{node.name()} {leaf} {edges} {values} {[each[1:] for each in mine]}")
         places += mine
     return _Form("\n".join([str([numbers.get(each.grad_fn, -1) for each in segment.outputs]), *lines]), places)
+
+
+@cache
+def _names_of(kind: type) -> tuple[list[str], list[str]]:
+    """Returns the names of the tensors that nodes of a kind save, and of the other values."""
+    raw = [name.removeprefix(_RAW) for name in sorted(dir(kind)) if name.startswith(_RAW)]
+    saved = [name for name in sorted(dir(kind)) if name.startswith(_SAVED)]
+    return raw, [name for name in saved if name.removeprefix(_SAVED) not in raw]
 
 
 def _places(node: Any, name: str) -> list[SavedPlace]:
@@ -118,6 +126,7 @@ class _Rebuilding:
     def __init__(self, stage: Stage):
         self.stage = stage
         self.lent: list[Tensor] = []  # the memory of the inputs and buffers of graphs that were made here
+        self.kernel_free = KernelFree()
         self.by_name = {
             f"{index} {name}": parameter
             for index, layer in stage.layers.items()
@@ -141,17 +150,17 @@ class _Rebuilding:
         return leaves
 
     def _run(self, forward: Any, layer: nn.Module | None = None) -> Tensors:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         modules = modules_of([layer] if layer is not None else [])
         attributes = [dict(module.__dict__) for module in modules]
         buffers = snapshot_of(modules).copy()
         self.lent += buffers.memory
         try:
-            with lending(modules, buffers.buffers()), FakeTensorMode(allow_non_fake_inputs=True):
+            with lending(modules, buffers.buffers()), self.kernel_free:
                 outputs: Tensors = forward()
+        except ContentNeededError as error:
+            raise CannotTravelError(f"its forward cannot run without values: {error}") from error
         except RAISED as error:
-            raise CannotTravelError(f"its forward needs values: {type(error).__name__}") from error
+            raise CannotTravelError(f"its forward cannot run without values: {type(error).__name__}") from error
         finally:
             for module, before in zip(modules, attributes, strict=True):  # a forward may keep a tensor of no content
                 module.__dict__.clear()
@@ -165,8 +174,7 @@ def _spec(tensor: Tensor) -> list[Any]:
 
 def _leaf(spec: Sequence[Any], stage: Stage) -> Tensor:
     dtype, shape, stride, needs_grad = spec
-    empty = torch.empty_strided(shape, stride, dtype=_dtype(dtype), device=stage.device.place)
-    return empty.requires_grad_(needs_grad)
+    return allocated(shape, stride, _dtype(dtype), stage.device.place).requires_grad_(needs_grad)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -238,7 +246,7 @@ class _Packing:
             if model is not tensor:
                 raise CannotTravelError(f"{here.node.name()} saves a tensor at times")
             return None
-        is_known = type(model) is Tensor and model.dim() == 0 and model.untyped_storage().data_ptr() not in lent
+        is_known = self._rebuilding.kernel_free.is_number(model) and model.untyped_storage().data_ptr() not in lent
         if is_known and model.dtype == tensor.dtype and torch.equal(model, tensor):
             return None  # a number in the code
         name = self._storages.get(tensor.untyped_storage().data_ptr())
@@ -300,12 +308,10 @@ _SHARE = 4  # of the time that is left, and of the time for an inventory
 
 
 def load_graph_making() -> int:
-    """Loads what makes graphs of tensors without content; returns the nanoseconds, 1 at least."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # its first use imports torch's compiler
-
+    """Loads what shapes of outputs are computed with, torch's compiler; returns the nanoseconds, 1 at least."""
     start_ns = time.monotonic_ns()
-    with FakeTensorMode():
-        torch.empty(1).add(1)
+    with KernelFree():
+        nn.functional.layer_norm(torch.empty(1, 1), (1,))
     return max(1, time.monotonic_ns() - start_ns)
 
 
@@ -317,7 +323,7 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
     """
     offers, stuck, load_ns, is_auto = ResidualOffers(), "", 0, job.residuals == "auto"
     redone_ns = sum(forward_ns * len(stage.residuals) for stage, forward_ns in stages.values())
-    load_at_most_ns = 0 if "torch._dynamo.config" in sys.modules else _LOAD_NS
+    load_at_most_ns = 0 if "torch._dynamo" in sys.modules else _LOAD_NS
     if job.residuals == "recompute" or not redone_ns or (is_auto and redone_ns < 2 * load_at_most_ns):
         return offers
     if left_ns < _LEAST_LEFT_NS + load_at_most_ns:
