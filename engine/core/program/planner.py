@@ -32,7 +32,7 @@ from engine.core.program.inventory import Inventory, PlanMessage, Repair
 from engine.core.program.passes import with_end, with_end_of_step, with_transfers, with_whole_stages
 from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
-from engine.core.program.residuals import Ship, with_taken
+from engine.core.program.residuals import Ship
 from engine.core.value import WIRE, Held, Kind, Value
 
 # Handoff: the accumulators that a plan sends to the owners of slots, so that no backward is rerun.
@@ -109,20 +109,16 @@ def held_with(ships: Sequence[Ship], held: Sequence[Held], ownership: Ownership)
 def with_hands(
     program: Mapping[int, tuple[Action, ...]], hands: Collection[Hand], ownership: Ownership, ships: Sequence[Ship] = ()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with what is handed on in front, then the receipts from members without slots.
-
-    A residual is taken where it is needed first.
-    """
+    """Returns the program with what is handed on in front, then the receipts from members without slots."""
     guests = [worker for worker in program if not ownership.slots_of(worker)]
     early = {carried(action) for worker in guests for action in program[worker] if action.op in SEND_OPS}
     lists = {}
     for worker, actions in program.items():
         mine = [each.action for each in hands if worker in (each.giver, each.taker)]
-        mine += [each.action for each in ships if each.giver == worker]
-        taken = [each.action for each in ships if ownership.owner(*each.slot) == worker]
+        mine += [each.action for each in ships if worker in (each.giver, ownership.owner(*each.slot))]
         first = [action for action in actions if action.op in RECEIVE_OPS and carried(action) in early]
         rest = [action for action in actions if action.op not in RECEIVE_OPS or carried(action) not in early]
-        lists[worker] = (*mine, *first, *with_taken(rest, taken))
+        lists[worker] = (*mine, *first, *rest)
     return lists
 
 

@@ -1,7 +1,7 @@
 """Residuals that travel: which ones a worker that leaves sends to its successors, and which are recomputed.
 
     leaver      1F0 1F1 1F2 1B0 | fence | 1HAND0 1SHIP1 1SHIP2
-    successor                   | fence | 1HAND0 1SHIP1 1B1 1SHIP2 1F3 1B2     no forward is run again
+    successor                   | fence | 1HAND0 1SHIP1 1SHIP2 1B1 1F3 1B2     no forward is run again
 
 Rules: a residual goes to the owner of its slot, which then counts its forward. Those of a slot go in the order of the
 microbatches, behind the accumulator, because the forwards count in that order: the first one that is recomputed ends
@@ -13,10 +13,10 @@ the worker has left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.action import Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import Inventory
 from engine.core.value import Kind
@@ -42,20 +42,6 @@ class Ship(NamedTuple):
     def action(self) -> Action:
         """The action, at both ends."""
         return Action(self.stage, Op.SHIP, self.microbatch, self.pipeline)
-
-
-def with_taken(actions: Iterable[Action], taken: Iterable[Action]) -> list[Action]:
-    """Returns a worker's compute actions and transfers with the residuals that it takes, each where it is needed."""
-    waiting = sorted(taken)
-    merged: list[Action] = []
-    for stage, op, microbatch, pipeline in actions:
-        if op in COMPUTE_OPS:
-            last = microbatch - (op is Op.F)
-            now = [each for each in waiting if (each[0], each[3]) == (stage, pipeline) and each.microbatch <= last]
-            merged += now
-            waiting = [each for each in waiting if each not in now] if now else waiting
-        merged.append(Action(stage, op, microbatch, pipeline))
-    return [*merged, *waiting]
 
 
 def ship_ns(num_bytes: int, graph_ns: int, bytes_per_s: float) -> float:
