@@ -43,13 +43,15 @@ def chosen(given: PlanInput, mode: str, bytes_per_s: float, left_ns: int = 1 << 
 
 
 def length_ns(given: PlanInput, send_ns: float, graph_ns: int) -> float:
-    """Returns the length of the rest of the step in a dry run: one end of a residual sends, the other makes a graph."""
+    """Returns the length of the rest of the step in a dry run: a backward makes the graph of a residual that came."""
     program, owner = make_plan(given).program, given.ownership.owner
+    came = {(ship.slot, ship.microbatch) for ship in given.ships}
 
     def cost_of(worker: int, action: Action) -> float:
         if action.op is Op.SHIP:
-            return LATENCY_NS + graph_ns if owner(action.pipeline, action.stage) == worker else send_ns
-        return COSTS[OP_TABLE[action.op].work] * FORWARD_NS
+            return LATENCY_NS if owner(action.pipeline, action.stage) == worker else send_ns
+        is_made = action.op in (Op.B, Op.I) and ((action.pipeline, action.stage), action.microbatch) in came
+        return COSTS[OP_TABLE[action.op].work] * FORWARD_NS + is_made * graph_ns
 
     costs = {worker: [cost_of(worker, action) for action in actions] for worker, actions in program.items()}
     walk = _Walk(program, given.ownership, held_at_start(given))
@@ -78,7 +80,7 @@ def test_residuals_go_in_order_as_long_as_there_is_time(cases: list[PlanInput]) 
     given = max(cases, key=lambda each: len(each.ships))
     assert len(given.ships) > 1
     for count in range(len(given.ships) + 1):
-        each_ns = LATENCY_NS + 1000 + 1000  # as `offering` and the rate say
+        each_ns = LATENCY_NS + 1000  # as `offering` and the rate say
         within = chosen(given, "ship", 1e9, count * each_ns)
         assert within.ships == given.ships[:count]
         make_plan(within)

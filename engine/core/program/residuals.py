@@ -44,9 +44,9 @@ class Ship(NamedTuple):
         return Action(self.stage, Op.SHIP, self.microbatch, self.pipeline)
 
 
-def ship_ns(num_bytes: int, graph_ns: int, bytes_per_s: float) -> float:
-    """Returns the time that a residual takes, with its graph at the other end."""
-    return LATENCY_NS + num_bytes / bytes_per_s * _NS + graph_ns
+def ship_ns(num_bytes: int, bytes_per_s: float) -> float:
+    """Returns the time that a residual is on its way."""
+    return LATENCY_NS + num_bytes / bytes_per_s * _NS
 
 
 def ships_in(
@@ -71,8 +71,8 @@ def ships_in(
             continue
         saved = held[giver].saved[slot]
         for microbatch in _lacking(slot, taker, held[giver], held.values()):
-            took_ns = ship_ns(saved.bytes_of(microbatch), saved.graph_ns, bytes_per_s)
-            if (mode == "auto" and took_ns >= saved.forward_ns) or took_ns > left.get(giver, 0):
+            took_ns = ship_ns(saved.bytes_of(microbatch), bytes_per_s)
+            if (mode == "auto" and took_ns + saved.graph_ns >= saved.forward_ns) or took_ns > left.get(giver, 0):
                 break
             left[giver] -= round(took_ns)
             ships.append(Ship(giver, *slot, microbatch))

@@ -15,13 +15,17 @@ from engine.core.program.inventory import Inventory, PlanMessage, from_json
 from engine.core.program.residuals import Ship, ships_in
 from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Write
+from engine.core.protocol.rebalancing import departure_ns
 from engine.core.protocol.worker_times import bytes_per_s
 from engine.core.texts import counted, size_text
 
+_PLAN_NS = 100_000_000  # to make the plan
+
 
 def left_ns(state: CoordinatorState, worker: int) -> int:
-    """Returns the time that is left to a worker that leaves; 0 if it is over or not known."""
-    return max(0, state.preparation.deadlines_ns.get(worker, 0) - state.membership.moved_ns)
+    """Returns the time that a worker that leaves has to send residuals; 0 if it is over or not known."""
+    departs_ns = state.preparation.deadlines_ns.get(worker, 0) - departure_ns(state.graces_ns.get(worker, 0))
+    return max(0, departs_ns - state.membership.moved_ns - _PLAN_NS) * 4 // 5  # accumulators go first
 
 
 def with_ships(state: CoordinatorState, document: PlanMessage) -> PlanMessage:

@@ -260,7 +260,7 @@ def parcel_of(stage: Stage, microbatch: int) -> Parcel:
 
     Raises CannotTravelError if it has to be recomputed.
     """
-    residual, rebuilding = stage.residuals[microbatch], _Rebuilding(stage)
+    residual, rebuilding = stage.residuals[microbatch].made(), _Rebuilding(stage)
     if stage.job.fsdp:
         raise CannotTravelError("its weights are sharded")
     packing = _Packing(rebuilding)
@@ -381,10 +381,23 @@ def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSp
 def keep_parcel(stage: Stage, microbatch: int, parcel: Parcel) -> None:
     """Gives a stage the residual of a microbatch, and counts its forward if that has not been counted.
 
-    Raises InvariantError if the layers here make a graph of another form.
+    Its graphs are made at its backward, when the worker that leaves need not be there any more.
     """
-    header = parcel.header
-    tensors = _tensors(parcel)
+    header, tensors = parcel.header, _tensors(parcel)
+    if microbatch == stage.counted:
+        stage.history.note(microbatch)
+        before = filled(snapshot_of(stage.history.modules), (tensors[number] for number in header["before"]))
+        stage.history.take_over({microbatch + 1: before})
+        if header["loss"] is not None:
+            stage.losses[microbatch] = float.fromhex(header["loss"]["value"])
+        stage.counted += 1
+    ensure(microbatch < stage.counted, f"the residual of {microbatch} comes where {stage.counted} are in")
+    stage.residuals[microbatch] = Residual([], (), make=lambda: _unpacked(stage, header, tensors))
+    stage.peak_stash = max(stage.peak_stash, len(stage.residuals) + len(stage.pending))
+
+
+def _unpacked(stage: Stage, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Residual:
+    """Raises InvariantError if the layers here make a graph of another form."""
     rebuilding = _Rebuilding(stage)
     groups: list[list[Segment] | Checkpoint] = []
     for indices, entry in zip(stage.groups, header["groups"], strict=True):
@@ -404,16 +417,7 @@ def keep_parcel(stage: Stage, microbatch: int, parcel: Parcel) -> None:
         residual.loss = rebuilding.loss(loss["segment"]["inputs"], targets, weight)
         residual.counts = targets, weight
         _fill(residual.loss, loss["segment"], tensors, rebuilding)
-    if microbatch == stage.counted:
-        stage.history.note(microbatch)
-        before = filled(snapshot_of(stage.history.modules), (tensors[number] for number in header["before"]))
-        stage.history.take_over({microbatch + 1: before})
-        if loss is not None:
-            stage.losses[microbatch] = float.fromhex(loss["value"])
-        stage.counted += 1
-    ensure(microbatch < stage.counted, f"the residual of {microbatch} comes where {stage.counted} are in")
-    stage.residuals[microbatch] = residual
-    stage.peak_stash = max(stage.peak_stash, len(stage.residuals) + len(stage.pending))
+    return residual
 
 
 def _tensors(parcel: Parcel) -> list[Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +125,11 @@ class Residual:
     outputs: Tensors
     loss: Segment | None = None
     counts: tuple[Tensors, float | None] = ((), None)  # the targets of the loss, and its weight
+    make: Callable[[], Residual] | None = None  # of one that came from another worker: its graphs are made when needed
+
+    def made(self) -> Residual:
+        """Returns the residual with its graphs."""
+        return self if self.make is None else self.make()
 
 
 def began_in(residual: Residual, inputs: Tensors, first: int) -> str:
@@ -422,7 +427,7 @@ class Stage:
 
     def _backward(self, step: int, microbatch: int, gradients: Tensors, pending: Pending | None = None) -> Tensors:
         """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
-        residual = self.residuals.pop(microbatch)
+        residual = self.residuals.pop(microbatch).made()
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share.of(residual.loss.outputs[0], self.loss_scale),))
         for group, entry in zip(reversed(self.groups), reversed(residual.groups), strict=True):
