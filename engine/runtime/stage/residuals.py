@@ -19,7 +19,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -127,6 +127,7 @@ class _Rebuilding:
         self.stage = stage
         self.lent: list[Tensor] = []  # the memory of the inputs and buffers of graphs that were made here
         self.kernel_free = KernelFree()
+        self._models: dict[str, _Form] = {}
         self.by_name = {
             f"{index} {name}": parameter
             for index, layer in stage.layers.items()
@@ -143,6 +144,16 @@ class _Rebuilding:
         """Returns the segment of the loss."""
         inputs, stage = self._leaves(specs), self.stage
         return Segment(inputs, self._run(lambda: (stage.weighted_loss(inputs, targets, weight),)), "the loss")
+
+    def model(self, key: object, make: Callable[[], Segment]) -> _Form:
+        """Returns the form of a graph that is made the first time for this key.
+
+        Raises CannotTravelError also if its saved tensors have hooks.
+        """
+        if (known := self._models.get(str(key))) is None:
+            known = self._models[str(key)] = _form_of(make(), self.weights)
+            list(map(_refuse_hooks, known.places))
+        return known
 
     def _leaves(self, specs: Sequence[Sequence[Any]]) -> Tensors:
         leaves = tuple(_leaf(spec, self.stage) for spec in specs)
@@ -166,6 +177,14 @@ class _Rebuilding:
                 module.__dict__.clear()
                 module.__dict__.update(before)
         return outputs
+
+
+def _refuse_hooks(place: SavedPlace) -> None:
+    try:
+        place.raw.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    except RuntimeError as error:
+        if "None" not in str(error):  # they could run anything
+            raise CannotTravelError("it has hooks on saved tensors") from error
 
 
 def _spec(tensor: Tensor) -> list[Any]:
@@ -226,9 +245,9 @@ class _Packing:
         self.tensors.append(plain)
         return len(self.tensors) - 1
 
-    def segment(self, segment: Segment, rebuilt: Segment) -> dict[str, Any]:
+    def segment(self, segment: Segment, theirs: _Form) -> dict[str, Any]:
         """Returns the entry of a segment; raises CannotTravelError if the rebuilt graph has another form."""
-        mine, theirs = (_form_of(each, self._rebuilding.weights) for each in (segment, rebuilt))
+        mine = _form_of(segment, self._rebuilding.weights)
         if mine.text != theirs.text:
             raise CannotTravelError(f"the graph of {segment.place} cannot be made again without values")
         lent = {tensor.untyped_storage().data_ptr() for tensor in self._rebuilding.lent}
@@ -236,11 +255,6 @@ class _Packing:
         return {"inputs": [_spec(tensor) for tensor in segment.inputs], "form": mine.digest, "saved": saved}
 
     def _saved(self, here: SavedPlace, there: SavedPlace, lent: set[int]) -> Any:
-        try:
-            there.raw.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        except RuntimeError as error:
-            if "None" not in str(error):  # they could run anything
-                raise CannotTravelError("it has hooks on saved tensors") from error
         model, tensor = there.tensor, here.tensor
         if model is None or tensor is None:
             if model is not tensor:
@@ -255,12 +269,13 @@ class _Packing:
         return self.number(tensor)
 
 
-def parcel_of(stage: Stage, microbatch: int) -> Parcel:
+def parcel_of(stage: Stage, microbatch: int, rebuilding: _Rebuilding | None = None) -> Parcel:
     """Returns the residual of a microbatch that has been forwarded and not backwarded.
 
+    `rebuilding` remembers the graphs of other microbatches of the stage.
     Raises CannotTravelError if it has to be recomputed.
     """
-    residual, rebuilding = stage.residuals[microbatch].made(), _Rebuilding(stage)
+    residual, rebuilding = stage.residuals[microbatch].made(), rebuilding or _Rebuilding(stage)
     if stage.job.fsdp:
         raise CannotTravelError("its weights are sharded")
     packing = _Packing(rebuilding)
@@ -270,18 +285,17 @@ def parcel_of(stage: Stage, microbatch: int) -> Parcel:
             inputs = [[packing.number(tensor), tensor.requires_grad] for tensor in entry.inputs]
             groups.append({"inputs": inputs, "buffers": list(map(packing.number, entry.buffers.tensors()))})
         else:
-            specs = [list(map(_spec, segment.inputs)) for segment in entry]
-            made = list(map(rebuilding.layer, indices, specs))
-            groups.append([packing.segment(*pair) for pair in zip(entry, made, strict=True)])
+            models = [_model_of_layer(rebuilding, *pair) for pair in zip(indices, entry, strict=True)]
+            groups.append(list(map(packing.segment, entry, models)))
     header: dict[str, Any] = {"groups": groups, "loss": None}
     if residual.loss is not None:
         targets, weight = residual.counts
-        rebuilt = rebuilding.loss(list(map(_spec, residual.loss.inputs)), targets, weight)
+        model = _model_of_loss(rebuilding, residual.loss, targets, weight)
         header["loss"] = {
             "value": stage.losses[microbatch].hex(),
             "targets": list(map(packing.number, targets)),
             "weight": None if weight is None else weight.hex(),
-            "segment": packing.segment(residual.loss, rebuilt),
+            "segment": packing.segment(residual.loss, model),
         }
     header["before"] = list(map(packing.number, stage.history.before(microbatch + 1).tensors()))
     pieces, places = in_pieces(packing.tensors)
@@ -290,6 +304,16 @@ def parcel_of(stage: Stage, microbatch: int) -> Parcel:
     ]
     header["sizes"] = [len(piece) for piece in pieces]
     return Parcel(header, pieces)
+
+
+def _model_of_layer(rebuilding: _Rebuilding, index: int, segment: Segment) -> _Form:
+    specs = list(map(_spec, segment.inputs))
+    return rebuilding.model((index, specs), lambda: rebuilding.layer(index, specs))
+
+
+def _model_of_loss(rebuilding: _Rebuilding, segment: Segment, targets: Tensors, weight: float | None) -> _Form:
+    specs, of_targets = (list(map(_spec, tensors)) for tensors in (segment.inputs, targets))
+    return rebuilding.model((specs, of_targets, weight), lambda: rebuilding.loss(specs, targets, weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +356,7 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
     for slot, (stage, forward_ns) in stages.items():
         first = min(stage.residuals, default=0)
         sizes, graph_ns = list[int](), _LEAST_GRAPH_NS * len(stage.layers)
+        rebuilding = _Rebuilding(stage)
         while first + len(sizes) in stage.residuals and not (is_auto and graph_ns > forward_ns):
             if time.monotonic_ns() > until_ns:
                 break
@@ -339,13 +364,13 @@ def residual_offers(stages: Mapping[Slot, tuple[Stage, int]], job: Job, left_ns:
             try:
                 load_ns = load_ns or load_graph_making()
                 start_ns = time.monotonic_ns()
-                parcel = parcel_of(stage, microbatch)
+                parcel = parcel_of(stage, microbatch, rebuilding)
             except CannotTravelError as error:
                 stuck = f"{job.slot_noun} {slot[1]}: {error}"
                 break
             offers.parcels[Value(Kind.RESIDUAL, *slot, microbatch)] = parcel
             sizes.append(parcel.num_bytes)
-            graph_ns = time.monotonic_ns() - start_ns
+            graph_ns = max(graph_ns, time.monotonic_ns() - start_ns)
         if sizes:
             offers.saved[slot] = SavedResiduals(first, tuple(sizes), forward_ns, graph_ns, load_ns)
     return replace(offers, stuck=stuck)
