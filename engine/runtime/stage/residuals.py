@@ -93,7 +93,8 @@ def _form_of(segment: Segment, weights: Mapping[int, str]) -> _Form:
                 nodes.append(following)
         if hasattr(type(node), "_forward_cls"):
             raise CannotTravelError(f"{node.name()} is a backward of the user")
-        raw, others = _names_of(type(node))
+        kind: Any = type(node)
+        raw, others = _names_of(kind)
         mine = [place for name in raw for place in _places(node, name)]
         edges = [(numbers.get(following, -1), at) for following, at in node.next_functions]
         leaf = leaves.get(id(node.variable), "another leaf") if hasattr(node, "variable") else ""
