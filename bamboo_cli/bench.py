@@ -41,7 +41,7 @@ _BENCHMARKS = {
     ),
     "launch": (
         "runs.launch_cases",
-        "Time from the command to the end of the first optimizer step with 4 workers, against torchrun.",
+        "Time from the command to the end of the first optimizer step, against torchrun, and transformers alone.",
     ),
     "links": (
         "hops.link_cases",
@@ -80,6 +80,10 @@ _BENCHMARKS = {
     "events": (
         "events.events_cases",
         "Time and memory to report on a run with 1 GB of events, and time to record an action, against limits.",
+    ),
+    "loggers": (
+        "loggers.logger_cases",
+        "CPU time per step of the loggers prometheus and otel, against the time of a step, and of runs without them.",
     ),
     "notice": (
         "handover.notice_cases",

@@ -17,7 +17,7 @@ _TABLE = """
 api: core.checks core.faults core.history core.job core.protocol files files.jobs harness models observers report
     runtime.checkpoint runtime.faults runtime.process
 bench: codec core.checks core.faults core.history core.hosts core.job core.program core.protocol external files
-    files.jobs harness models runtime.agent runtime.checkpoint runtime.device runtime.faults runtime.process
+    files.jobs harness models observers runtime.agent runtime.checkpoint runtime.device runtime.faults runtime.process
     runtime.stage runtime.store runtime.transport runtime.worker
 codec: core.history core.job core.program core.protocol
 core.checks: core.faults core.history core.job core.program

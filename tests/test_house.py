@@ -37,6 +37,8 @@ SHARED_NAMES = {
 OTHER_WRITES = {
     "bamboo/progress_lines.py": "a line of a script of others, which must not import the engine for it",
     "engine/bench/events.py": "a made-up run, in a folder that the benchmark made",
+    "engine/bench/loggers.py": "a made-up run, in a folder that the benchmark made",
+    "engine/bench/transformers_peer.py": "a text, in a folder that the benchmark made",
     "engine/external/effects.py": "a file without a name, on a disk that the user lends, and files of cgroups",
     "engine/files/checkpoint_stores.py": "an object of a store, which has no links",
     "engine/runtime/process/descendants.py": "the name of its own process, in /proc",

@@ -100,7 +100,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.run: TrainingRun | None = None  # of the last call of `train`
-        self._in_epoch = self._is_stopped = False
+        self._in_epoch = self._is_stopped = self._has_ended = False
 
     def train(
         self,
@@ -119,7 +119,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if trial is not None:
             hint = "call train() for each set of arguments"
             raise UserError([Problem("trial", "None", type(trial).__name__, hint)])
-        self.is_in_train, self._in_epoch, self._is_stopped = True, False, False
+        self.is_in_train, self._in_epoch, self._is_stopped, self._has_ended = True, False, False, False
         # As a training of transformers does: an evaluation reports the time of it otherwise.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
         loader = self.get_train_dataloader()
@@ -187,11 +187,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         data = kept_folder(place, "data", partial(writer.write, plan.steps_of(loader, take)))
         shape = {"rows": self._train_batch_size, "per_step": plan.accumulated}
         lengths = {"lengths": text} if (text := writer.lengths()) else {}
+        factor = {"loss_factor": plan.accumulated} if writer.adds_losses and plan.accumulated > 1 else {}
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         undecayed = {*names}.difference(self.get_decay_parameter_names(self.model))
         return {
             "model": MODEL,
-            "model_args": {"path": str(self._model_folder(place, resumed)), "attention": self._attention},
+            "model_args": {"path": str(self._model_folder(place, resumed)), "attention": self._attention, **factor},
             "data": "engine.models.trainer_batches:WrittenBatches",
             "data_args": {"folder": str(data), "microbatches": plan.accumulated // pipelines, **shape, **lengths},
             "microbatches": plan.accumulated // pipelines,
@@ -241,7 +242,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._end_epoch(run, ignored)
 
     def _after_step(self, run: TrainingRun, plan: StepPlan, ignored: list[str] | None, done: StepDone) -> None:
-        if done.step < self.state.global_step:  # lost and trained again, with the same bits
+        if self._has_ended or done.step < self.state.global_step:  # lost and trained again, with the same bits
             return
         if self.state.global_step == 0 < done.step:
             self._resume_state(done.step)
@@ -261,6 +262,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.control.should_training_stop and self.state.global_step < plan.steps and not self._is_stopped:
             self._is_stopped = True
             run.stop()
+            self._has_ended = self._load(run, done.step)  # else with a later step, the last one
 
     def _end_epoch(self, run: TrainingRun, ignored: list[str] | None) -> None:
         self._in_epoch = False

@@ -84,6 +84,7 @@ class BatchWriter:
     def __init__(self, per_step: int, rows: int, counts: Callable[[LoadedBatch], bool]):
         self._per_step, self._rows = per_step, rows
         self._counts, self._is_counted = counts, False
+        self.adds_losses = False  # as transformers does if a model gets a number of items and ignores it
         self._shapes: dict[str, set[tuple[int, ...]]] = {}  # of each column, without its rows
 
     def write(self, steps: Iterable[StepBatches], folder: Path) -> None:
@@ -101,6 +102,7 @@ class BatchWriter:
 
     def _whole_step(self, step: Sequence[LoadedBatch], items: Tensor | None) -> Iterator[dict[str, Tensor]]:
         self._is_counted = self._is_counted if self._shapes else items is not None and self._counts(step[0])
+        self.adds_losses = items is not None and not self._is_counted
         share = {ITEMS: torch.as_tensor(items).cpu().float() / self._per_step} if self._is_counted else {}
         batches = [self._columns(batch) for batch in step]
         without = {name: each[:1] for name, each in batches[-1].items()}

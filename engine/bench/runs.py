@@ -1,4 +1,4 @@
-"""Benchmarks of whole runs in child processes: the launch beside torchrun's, and the cost of the audit.
+"""Benchmarks of whole runs in child processes: the launch beside torchrun's and transformers', the cost of the audit.
 
 The runs of both sides take turns. They read neither the user's job files nor the variables ``BAMBOO_*``.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,16 +20,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from engine.bench import transformers_peer
 from engine.bench.figures import BenchRow, Cases, in_turns, paired_row
 from engine.core.errors import WorkerFailedError, ensure
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.core.job.job import Job
+from engine.core.texts import counted
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import read_history
 from engine.runtime.process import subprocesses
 
 _LAUNCH_GOAL = 1 / 3
+_START_GOAL = 1.5
+_MICROBATCHES, _ROWS = 2, 4  # of the step of a model of transformers
 _AUDIT_GOAL = 1.02
 _AUDIT_CASE = "gpt, --audit 1 beside --audit 0"
 _ROOT = Path(__file__).parents[2]
@@ -38,16 +42,36 @@ _GRACE_S = 10.0
 
 
 def launch_cases(quick: bool) -> Cases:
-    """Returns the only case of `bamboo bench launch`."""
+    """Returns the cases of `bamboo bench launch`: a built-in model, and small and usual ones of transformers."""
     job = Job(stages=2) if quick else Job()
     case = f"gpt, {job.stages} workers"
-    return {case: partial(_bench_launch, case, job, 1 if quick else 7)}
+    cases = {case: partial(_bench_launch, case, job, 1 if quick else 7)}
+    for width, size in ((64, "4 M"), (768, "124 M")):
+        for stages in (1, 2):
+            case = f"--hf, GPT-2 of {size}, {counted(stages, 'worker')}"
+            cases[case] = partial(_bench_start, case, width, stages, 1 if quick else 5)
+    return cases
 
 
 def _bench_launch(case: str, job: Job, num_pairs: int, folder: Path) -> list[BenchRow]:
     sides = {"ours": partial(_launch_ours, job, folder), "peer": partial(_launch_torchrun, job, folder)}
     ours, peer = in_turns(sides, num_pairs).values()
     return [paired_row(case, "command to first step s", ours, peer, _LAUNCH_GOAL)]
+
+
+def _bench_start(case: str, width: int, stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
+    with tempfile.TemporaryDirectory(dir=folder) as model:
+        run_python(folder, ["-m", transformers_peer.__name__, "make", model, str(width)])
+        step = ("--microbatches", str(_MICROBATCHES), "--set", f"microbatch_size={_ROWS}", "--steps", "1")
+        flags = ("--hf", model, "--data", f"{model}/{transformers_peer.TEXT}", "--stages", str(stages), *step)
+        script = ["-m", transformers_peer.__name__, "train", model, str(_MICROBATCHES * _ROWS)]
+
+        def our_s() -> float:
+            return _first_step_s(run_bamboo(folder, *flags))
+
+        sides: dict[str, Callable[[], float]] = {"ours": our_s, "peer": partial(_script_s, folder, script)}
+        ours, peer = in_turns(sides, num_pairs).values()
+    return [paired_row(case, "command to first step s", ours, peer, _START_GOAL)]
 
 
 def audit_cases(quick: bool) -> Cases:
@@ -73,7 +97,10 @@ class BenchRun:
 
 
 def _launch_ours(job: Job, folder: Path) -> float:
-    run = run_bamboo(folder, "--stages", str(job.stages), "--steps", "1")
+    return _first_step_s(run_bamboo(folder, "--stages", str(job.stages), "--steps", "1"))
+
+
+def _first_step_s(run: BenchRun) -> float:
     ends_ns = [action.end_ns for action in run.history.of(ActionRecord) if action.action.endswith("STEP")]
     return (max(ends_ns) - run.started_ns) / 1e9
 
@@ -83,9 +110,14 @@ def _launch_torchrun(job: Job, folder: Path) -> float:
     command += ["-m", "engine.bench.torch_side", json.dumps(asdict(replace(job, steps=1)))]
     # torchrun leaves its temporary files behind.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        run = run_python(folder, command, TMPDIR=temporary)
+        return _script_s(folder, command, job.stages, TMPDIR=temporary)
+
+
+def _script_s(folder: Path, command: list[str], workers: int = 1, **variables: str) -> float:
+    """Returns the seconds until the last worker of a peer says that it has ended its step."""
+    run = run_python(folder, command, **variables)
     ends_ns = [int(at_ns) for at_ns in re.findall(r"ended_ns=(\d+)", run.stdout)]
-    ensure(len(ends_ns) == job.stages, f"a worker of torchrun did not finish: {run.stdout}")
+    ensure(len(ends_ns) == workers, f"a worker of {command[1]} did not finish: {run.stdout}")
     return (max(ends_ns) - run.started_ns) / 1e9
 
 

@@ -344,6 +344,10 @@ class StreamData(IndexedData):
         if self._is_whole and job.collate:
             hint = "this stream has whole microbatches"
             raise UserError([Problem("collate", "a data set of samples", repr(job.data), hint)])
+        batch_size = getattr(source.training, "batch_size", None) if self._is_whole else None
+        if batch_size not in (None, job.microbatch_size):
+            expected, hint = f"{batch_size}, the batch_size of the DataLoader", "or let the factory return its data set"
+            raise UserError([Problem("microbatch_size", expected, str(job.microbatch_size), hint)])
         super().__init__(source, job)
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:

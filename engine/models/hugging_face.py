@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,14 @@ _BESIDE = (
 )
 
 
-def pretrained(*, path: str = "", random: bool = False, architecture: str = "", attention: str = "") -> nn.Module:
+def pretrained(
+    *, path: str = "", random: bool = False, architecture: str = "", attention: str = "", loss_factor: int = 1
+) -> nn.Module:
     """Returns the model of an ID or a folder, in float32 and without a cache.
 
     With `random` its weights are drawn from torch's default generator, and only its config is read. `architecture` is a
-    class of transformers, by default the one that the config names; `attention` is its kind: eager, sdpa. Raises
-    UserError if transformers is missing or the model cannot be loaded.
+    class of transformers, by default the one that the config names; `attention` is its kind: eager, sdpa. Its loss is
+    multiplied by `loss_factor`. Raises UserError if transformers is missing or the model cannot be loaded.
     """
     transformers = _transformers()
     with _loading(path):
@@ -70,7 +73,21 @@ def pretrained(*, path: str = "", random: bool = False, architecture: str = "", 
         for tensor in (*model.parameters(), *model.buffers()):
             # A tensor in a mapped file lies anywhere, and its place in memory can decide bits.
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    if loss_factor != 1:
+        made = type(model)  # a method of the class, because the module is copied
+        model.__class__ = type(made.__name__, (made,), {"forward": _scaled(made.forward, loss_factor)})
     return model.train()
+
+
+def _scaled(forward: Callable[..., Any], factor: int) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def scaled(*inputs: Any, **columns: Any) -> Any:
+        outputs = forward(*inputs, **columns)
+        if outputs.get("loss") is not None:  # there is none without labels
+            outputs["loss"] = outputs["loss"] * factor
+        return outputs
+
+    return scaled
 
 
 def text(*, file: str = "", length: int = 128, tokenizer: str = "") -> DataSets:

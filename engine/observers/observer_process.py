@@ -16,7 +16,7 @@ from engine.observers.observers import LoggerFeed, LoggerProgress, ProgressPage,
 from engine.runtime.process.interrupts import ignore_ctrl_c
 from engine.runtime.process.prctl import die_with_parent, name_process
 
-_POLL_S = 0.1
+_POLL_S = 0.25  # a look costs as much as several steps
 _OURS = str(Path(__file__).parents[1])
 _MOST_OF_ERROR = 500
 

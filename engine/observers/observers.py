@@ -356,11 +356,11 @@ class Observers:
 
     def __init__(self, job: Job, events: Path, logs: Path, say: Callable[[str], None]):
         self._say = say
-        self._observers = [_started(name, events, logs) for name in logger_names(job.logger)]
+        self.observers = [_started(name, events, logs) for name in logger_names(job.logger)]
 
     def look(self) -> None:
         """Reports the error of each logger that has ended since the last look."""
-        for observer in self._observers:
+        for observer in self.observers:
             if (
                 not observer.is_told
                 and observer.process.poll() is not None
@@ -376,7 +376,7 @@ class Observers:
         def watch(view: View) -> None:
             show(view)
             self.look()
-            for observer in self._observers if trains(view) else ():
+            for observer in self.observers if trains(view) else ():
                 observer.hold_back()
 
         return watch
@@ -384,9 +384,9 @@ class Observers:
     def finish(self, committed: int) -> tuple[dict[str, Any], ...]:
         """Waits for the loggers to finish, ends those that are late, and returns the progress of all."""
         begun_s, limit_s = time.monotonic(), DRAIN_S
-        for observer in self._observers:
+        for observer in self.observers:
             observer.let_run()
-        while any(observer.process.poll() is None for observer in self._observers):
+        while any(observer.process.poll() is None for observer in self.observers):
             interrupts = present()
             if limit_s == DRAIN_S and interrupts is not None and interrupts.first is not None:
                 limit_s = min(DRAIN_S, time.monotonic() - begun_s + INTERRUPTED_S)
@@ -394,15 +394,15 @@ class Observers:
                 break
             time.sleep(_POLL_S)
         self.look()
-        return tuple(self._end(observer, committed, limit_s) for observer in self._observers)
+        return tuple(self._end(observer, committed, limit_s) for observer in self.observers)
 
     def kill(self) -> None:
         """Ends all processes at once."""
-        for observer in self._observers:
+        for observer in self.observers:
             observer.process.kill()
             observer.process.wait()
             observer.page.close()
-        self._observers = []
+        self.observers = []
 
     def _end(self, observer: Observer, committed: int, limit_s: float) -> dict[str, Any]:
         is_late = observer.process.poll() is None

@@ -181,5 +181,5 @@ def _served(port: int, logger: PrometheusLogger) -> ThreadingHTTPServer:
         server = ThreadingHTTPServer((ADDRESS, port), Page)
     except OSError as error:
         raise OSError(f"port {port} of {ADDRESS}: {error.strerror}; name another one: prometheus:PORT") from error
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.25}, daemon=True).start()
     return server

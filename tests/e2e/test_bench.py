@@ -86,9 +86,18 @@ def test_scale(launch: Launch) -> None:
 
 
 @pytest.mark.soak
-def test_launch(launch: Launch) -> None:
-    (row,) = rows_of(launch, "launch")
-    assert (row["goal"], row["n"]) == (0.333333, 1)
+@pytest.mark.parametrize(("case", "goal"), [("gpt, 2 workers", 0.333333), ("--hf, GPT-2 of 4 M, 2 workers", 1.5)])
+def test_launch(launch: Launch, case: str, goal: float) -> None:
+    if "--hf" in case:
+        pytest.importorskip("transformers")
+    (row,) = rows_of(launch, "launch", "--case", case)
+    assert (row["goal"], row["n"]) == (goal, 1)
+
+
+@pytest.mark.soak
+def test_loggers(launch: Launch) -> None:
+    rows = rows_of(launch, "loggers", "--case", "100 ms")
+    assert len(rows) >= 4 and {row["goal"] for row in rows} == {0.005}
 
 
 @pytest.mark.soak

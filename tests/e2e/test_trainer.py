@@ -122,6 +122,38 @@ def test_a_callback_stops_the_run() -> None:
     assert_equal(weights(trainer), trainer.run.weights(steps - 1))
 
 
+def test_a_callback_stops_at_a_step_that_is_evaluated_as_with_transformers() -> None:
+    called: list[str] = []
+    given = words("out", max_steps=60, stages=1, bamboo=WITHOUT_PROCESSES)
+    trainer = main_of(SCRIPT, "evaluated")(given, callbacks=[recorder(called, stops_at=4)])
+    assert [each for each in called if each.startswith("step")] == [f"step {step}" for step in range(1, 5)]
+    assert trainer.state.global_step == 4
+    assert_equal(weights(trainer), trainer.run.weights(3))
+
+
+def test_losses_of_a_model_that_ignores_the_number_of_items_add_up_as_with_transformers() -> None:
+    import transformers
+
+    from bamboo.hf import Trainer, TrainingArguments
+
+    given: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    given |= {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "report_to": "none", "learning_rate": 0.01}
+    config = hf_zoo.config_of("bert_classifier")
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    transformers.BertForSequenceClassification(config).save_pretrained("begin")
+    rows = [hf_zoo.rows("bert_classifier").training[index] for index in range(8)]
+    plain, ours = (
+        made(transformers.BertForSequenceClassification.from_pretrained("begin"), args, train_dataset=rows)
+        for made, args in (
+            (transformers.Trainer, transformers.TrainingArguments("plain", **given)),
+            (Trainer, TrainingArguments("out", stages=2, bamboo=WITHOUT_PROCESSES, **given)),
+        )
+    )
+    plain.train(), ours.train()
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == pytest.approx(logged(plain, name), rel=1e-4), name
+
+
 def test_what_has_no_meaning_is_refused_by_name() -> None:
     from bamboo.hf import Trainer, TrainingArguments
 

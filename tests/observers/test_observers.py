@@ -52,7 +52,7 @@ def test_the_end_of_each_logger_is_told_and_no_other_one_knows(tmp_path: Path, m
         (run / "events.jsonl").write_text(lines_of(EVENTS))
         begun_s = time.monotonic()
         watch = found.watching(lambda view: None, lambda view: True)
-        computes = next(each for each in found._observers if each.name.endswith("Computes"))
+        computes = next(each for each in found.observers if each.name.endswith("Computes"))
         while not computes.is_slowed:
             watch(None)
             assert time.monotonic() - begun_s < 20.0

@@ -103,6 +103,16 @@ def test_a_stream_is_a_training_set(made: Any) -> None:
     assert given_sets((PAIRS, made)) is None  # it has no end that is known
 
 
+def test_a_loader_with_batches_of_another_size_is_refused_at_the_start() -> None:
+    """The first step failed, with the name of a class of bamboo and no way out."""
+    loader = DataLoader(PAIRS, batch_size=8)
+    source = given_sets(loader)
+    assert source is not None
+    found = r"expected 8, the batch_size of the DataLoader, found 2 \(or let the factory return its data set"
+    with pytest.raises(UserError, match=found):
+        bound(source, replace(JOB, microbatch_size=2), lambda: loader)
+
+
 def test_columns_are_inputs_by_name_and_one_is_the_target() -> None:
     source = given_sets({"train": COLUMNS})
     assert source is not None

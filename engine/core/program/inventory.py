@@ -128,8 +128,8 @@ def to_json(inventory: Inventory) -> str:
     if inventory.saved or inventory.stuck:
         held["stuck"] = inventory.stuck
         held["saved"] = [
-            [*slot, each.first, each.forward_ns, each.graph_ns, each.load_ns, *each.sizes]
-            for slot, each in sorted(inventory.saved.items())
+            [*slot, saved.first, saved.forward_ns, saved.graph_ns, saved.load_ns, *saved.sizes]
+            for slot, saved in sorted(inventory.saved.items())
         ]
     return json.dumps(held, separators=(",", ":"))
 
@@ -185,7 +185,7 @@ def _numbers(inventory: Inventory) -> Iterator[int]:
     yield from (inventory.worker, inventory.step)
     for slot in (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added, *inventory.saved):
         yield from slot
-    yield from (number for each in inventory.saved.values() for number in (*each[:1], *each.sizes, *each[2:]))
+    yield from (number for saved in inventory.saved.values() for number in (*saved[:1], *saved.sizes, *saved[2:]))
     yield from inventory.counted.values()
     yield from inventory.added.values()
     for _, pipeline, stage, runs in inventory.values.lines():

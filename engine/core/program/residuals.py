@@ -76,7 +76,7 @@ def ships_in(
                 break
             left[giver] -= round(took_ns)
             ships.append(Ship(giver, *slot, microbatch))
-            gains_ns[taker.worker] += saved.forward_ns - round(took_ns)
+            gains_ns[taker.worker] += saved.forward_ns - saved.graph_ns - round(took_ns)
     if mode == "auto":
         loads_ns = {ship.giver: max(saved.load_ns for saved in held[ship.giver].saved.values()) for ship in ships}
         ships = [ship for ship in ships if gains_ns[ownership.owner(*ship.slot)] > loads_ns[ship.giver]]

@@ -6,38 +6,37 @@ host of the coordinator chooses, because it knows the time that a worker has lef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from engine.core.history.run_records import ResidualsRecord
+from engine.core.job.job import Job
 from engine.core.ownership import Ownership
 from engine.core.program.inventory import Inventory, PlanMessage, from_json
 from engine.core.program.residuals import Ship, ships_in
-from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Write
 from engine.core.protocol.rebalancing import departure_ns
-from engine.core.protocol.worker_times import bytes_per_s
 from engine.core.texts import counted, size_text
 
 _PLAN_NS = 100_000_000  # to make the plan
 
 
-def left_ns(state: CoordinatorState, worker: int) -> int:
-    """Returns the time that a worker that leaves has to send residuals; 0 if it is over or not known."""
-    departs_ns = state.preparation.deadlines_ns.get(worker, 0) - departure_ns(state.graces_ns.get(worker, 0))
-    return max(0, departs_ns - state.membership.moved_ns - _PLAN_NS) * 4 // 5  # accumulators go first
+def left_ns(
+    workers: Iterable[int], deadlines_ns: Mapping[int, int], graces_ns: Mapping[int, int], now_ns: int
+) -> dict[int, int]:
+    """Returns the nanoseconds that workers that leave have to send residuals; 0 if they are over."""
+    spare_ns = {worker: departure_ns(graces_ns.get(worker, 0)) + now_ns + _PLAN_NS for worker in workers}
+    return {worker: max(0, deadlines_ns.get(worker, 0) - ns) * 4 // 5 for worker, ns in spare_ns.items()}
 
 
-def with_ships(state: CoordinatorState, document: PlanMessage) -> PlanMessage:
-    """Returns the document with the residuals that leaving workers are to send."""
+def with_ships(document: PlanMessage, job: Job, bytes_per_s: float, left: Mapping[int, int]) -> PlanMessage:
+    """Returns the document with the residuals that workers are to send; those that leave have so many ns left."""
     if not any(held.saved for held in _offers(document)):
         return document
-    left = {worker: left_ns(state, worker) for worker in document.leaving}
     inventories = [from_json(text) for _, text in document.inventories]
-    ownership = Ownership(state.job.grid, document.owners, document.shadows)
-    rate = bytes_per_s(state.costs, state.sizes)
-    ships = ships_in(ownership, document.committed + 1, inventories, state.job.residuals, rate, left)
-    return replace(document, ships=tuple((each.giver, *each.slot, each.microbatch) for each in ships))
+    ownership = Ownership(job.grid, document.owners, document.shadows)
+    ships = ships_in(ownership, document.committed + 1, inventories, job.residuals, bytes_per_s, left)
+    return replace(document, ships=tuple((ship.giver, *ship.slot, ship.microbatch) for ship in ships))
 
 
 def _offers(document: PlanMessage) -> Iterator[Inventory]:

@@ -59,7 +59,7 @@ class KernelFree(TorchDispatchMode):
         if is_any or "device" in given:
             given["device"] = "meta"
         made = _shapes_of(func, args, given)
-        return tree_map(lambda each: self._allocated(each, place) if isinstance(each, Tensor) else each, made)
+        return tree_map(lambda value: self._allocated(value, place) if isinstance(value, Tensor) else value, made)
 
     def _allocated(self, like: Tensor, place: torch.device) -> Tensor:
         made = allocated(like.size(), like.stride(), like.dtype, place, int(like.storage_offset()))
@@ -85,9 +85,9 @@ def _is_view(func: Any) -> bool:
 
 def _written(schema: Any, returned: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
     """Returns the argument that an op returns when it has written to it."""
-    for number, each in enumerate(schema.arguments):
-        if each.alias_info is not None and each.alias_info.before_set == returned.alias_info.before_set:
-            return args[number] if number < len(args) else given[each.name]
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == returned.alias_info.before_set:
+            return args[number] if number < len(args) else given[argument.name]
     raise ContentNeededError(f"{schema.name} writes to an argument, and returns another tensor")
 
 
