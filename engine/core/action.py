@@ -38,7 +38,7 @@ class StepPosition(Enum):
     AGAIN = auto()  # at the owner of the slot, in the plan of a recovery only
     BORDER = auto()  # for each microbatch, at the owner of the slot if the stage `peer` further is on another worker
     STREAM = auto()  # at the owner of the slot and its shadows, for the microbatches that the program chooses
-    HAND_OVER = auto()  # in a plan only: at the owner of the slot, and at the member that has added more of it
+    HAND_OVER = auto()  # in a plan only: at the owner of the slot, and at the member that has done more of it
     ANY_TIMES = auto()  # at the owner of the slot, as often as the program chooses
     STAGE = auto()  # at each owner of a stage, with the first of its pipelines
     REPLICA = auto()  # at the owner of each slot and at its shadows
@@ -160,6 +160,7 @@ class Op(StrEnum):
     COMMIT = "COMMIT"
     STEP = "STEP"
     CHECKPOINT = "CHECKPOINT"
+    SHIP = "SHIP"
 
 
 _INPUT = Term(Kind.ACTIVATION, stage=-1)
@@ -303,6 +304,22 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         finds=WeightForm.IN_SHARDS,
     ),
     Op.CHECKPOINT: OpRow("copy and write of a stage's state for a checkpoint", StepPosition.WRITER, LegendEntry.COMMIT),
+    Op.SHIP: OpRow(
+        "send of a residual of a slot to its next owner",
+        StepPosition.HAND_OVER,
+        LegendEntry.TRANSFER,
+        (
+            Term(Kind.RESIDUAL, by=By.SHADOW),
+            Term(Kind.RESIDUAL, Where.WIRE, by=By.OWNER),
+            Term(Kind.COUNTED, microbatch=-1, by=By.OWNER),
+        ),
+        (
+            Term(Kind.RESIDUAL, by=By.OWNER),
+            Term(Kind.COUNTED, by=By.OWNER),
+            Term(Kind.RESIDUAL, Where.WIRE, by=By.SHADOW),
+        ),
+        touches=True,
+    ),
 }
 
 
@@ -317,7 +334,7 @@ def ops_that_make(kind: Kind, at: Where = Where.HERE) -> frozenset[Op]:
 
 
 COMPUTE_OPS = frozenset(op for op, row in OP_TABLE.items() if row.work)
-FORWARD_OPS = ops_that_make(Kind.RESIDUAL)
+FORWARD_OPS = COMPUTE_OPS & ops_that_make(Kind.RESIDUAL)
 ADDING_OPS = COMPUTE_OPS & ops_that_make(Kind.ADDED)
 SHARD_OPS = ops_at(StepPosition.ANY_TIMES)  # the only ops that a step may repeat on a stage
 STAGE_OPS = SHARD_OPS | ops_at(StepPosition.HEALING, StepPosition.STAGE, StepPosition.REPLICA, StepPosition.WRITER)

@@ -92,6 +92,7 @@ class EpochMessage(ToWorker):
     digest: str | None  # of the plan that they have prepared
     go: GoMessage | None  # when no message is left to wait for
     group: int = 0  # the number of the attempt whose group, formed while they trained, they enter; 0 for none
+    left_ms: tuple[tuple[int, int], ...] = ()  # the time that workers which leave have left, by worker
 
 
 @message

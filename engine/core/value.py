@@ -17,7 +17,7 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # Enum's hash is written in Python and took a quarter of a dry run
 
     ACTIVATION = "activation"  # output of a forward
-    RESIDUAL = "residual"  # tensors that a forward saves for its backward; they cannot be sent
+    RESIDUAL = "residual"  # tensors that a forward saves for its backward; only one who leaves may send them
     GRADIENT = "gradient"  # of the loss by the input of a stage: output of a backward
     PENDING = "pending"  # tensors that a backward for the input saves for the one for the weights
     COUNTED = "counted"  # counter: the forwards that have updated the buffers

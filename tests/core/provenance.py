@@ -83,6 +83,7 @@ class Machine:
         self.sender: dict[tuple[int, Value], int] = {}
         self.states: dict[tuple[int, Slot], Replica] = {}
         self.streams: dict[tuple[int, Action], Replica] = {}
+        self.residuals: dict[tuple[int, Action], tuple[str, str]] = {}
         self.sums: dict[tuple[int, Slot], Log] = {}
         self.logs: dict[tuple[int, Slot], tuple[Log, ...]] = {}
         self.barrier: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
@@ -182,6 +183,8 @@ class Machine:
                 return self._receive(worker, action)
             case Op.STREAM | Op.HAND:
                 return self._stream(worker, action)
+            case Op.SHIP:
+                return self._ship(worker, action)
             case Op.COMMIT:
                 assert (action.pipeline, action.stage) in self.bodies[worker].logged
                 self.votes.add((self.bodies[worker].step, (action.pipeline, action.stage), worker))
@@ -256,6 +259,22 @@ class Machine:
             replica.added, replica.accumulator = following, of.accumulator
             if replica.counted < following:
                 replica.counted, replica.buffers, replica.befores = following, of.befores[-1], of.befores[:-1]
+        return True
+
+    def _ship(self, worker: int, action: Action) -> bool:
+        replica, microbatch = self._replica(worker, action), action.microbatch
+        values, value = self.bodies[worker].values, _own(Kind.RESIDUAL, action)
+        key = (self.bodies[worker].step, action)
+        if self.ownership.owner(action.pipeline, action.stage) != worker:
+            self.residuals[key] = values[value], (*replica.befores, replica.buffers)[microbatch + 1]
+        elif key not in self.residuals:
+            return False
+        else:
+            values[value], after = self.residuals[key]
+            assert microbatch <= replica.counted, f"{action} counts after {replica.counted}"
+            if microbatch == replica.counted:
+                replica.counted, replica.befores = microbatch + 1, (*replica.befores, replica.buffers)
+                replica.buffers = after
         return True
 
     def _end(self, worker: int, action: Action) -> bool:

@@ -11,10 +11,12 @@ from zlib import crc32
 from engine.core.action import Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program.build import baseline, build_program
-from engine.core.program.inventory import Inventory
+from engine.core.program.inventory import Inventory, SavedResiduals, from_json, to_json
 from engine.core.program.planner import Plan, PlanInput, healing_in, held_at_start, make_plan
+from engine.core.program.residuals import Ship, ships_in
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
+from engine.core.value import Kind
 from tests.core.provenance import Machine, State
 
 ANY_ORDER = 1
@@ -32,6 +34,7 @@ class Job:
     retain: bool = True
     stages_per_worker: int = 1
     log_every: int = 0
+    residuals: str = "recompute"
     machine_type: type[Machine] = Machine
 
     def ownership(self) -> Ownership:
@@ -88,6 +91,17 @@ def heirs(ownership: Ownership, inventories: Collection[Inventory], leavers: Col
     return replace(ownership, owners=tuple(owners), shadows=tuple(shadows))
 
 
+def offering(held: Inventory) -> Inventory:
+    """Returns the inventory of a worker that can send all its residuals."""
+    saved = {}
+    for slot in held.whole:
+        microbatches = list(held.values.since(Kind.RESIDUAL, slot, held.added.get(slot, 0)))
+        following = [each for number, each in enumerate(microbatches) if each == microbatches[0] + number]
+        if following:
+            saved[slot] = SavedResiduals(following[0], (1000,) * len(following), 10**6, 1000)
+    return replace(held, saved=saved)
+
+
 def fail(
     machine: Machine,
     victims: Collection[int],
@@ -110,7 +124,13 @@ def fail(
     ownership = heirs(machine.ownership, inventories, leavers)
     if -1 in ownership.owners:
         return None
-    given = PlanInput(1, committed, ownership, inventories)
+    ships: tuple[Ship, ...] = ()
+    if job is not None and job.residuals != "recompute":
+        inventories = tuple(offering(each) if each.worker in leavers else each for each in inventories)
+        assert all(from_json(to_json(each)) == each for each in inventories)
+        left_ns = dict.fromkeys(leavers, 10**12)
+        ships = ships_in(ownership, committed + 1, inventories, job.residuals, 1e9, left_ns)
+    given = PlanInput(1, committed, ownership, inventories, ships)
     bases = [None, machine.ownership.owners, machine.ownership.owners, job.ownership().owners] if job else [None]
     before = bases[crc32(repr(inventories).encode()) % len(bases)]  # the kills stay those that `order` gives
     base = baseline(job.schedule, job.grid, before) if job and before else None

@@ -51,7 +51,7 @@ def test_every_action_survives_its_text() -> None:
 
 
 def test_every_op_is_of_one_kind() -> None:
-    kinds = (COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS, {Op.STREAM, Op.HAND})
+    kinds = (COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS, {Op.STREAM, Op.HAND, Op.SHIP})
     assert sorted(op for kind in kinds for op in kind) == sorted(Op)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 
-from engine.core.action import Op
+from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.ownership import Grid, Ownership
 from engine.core.program import planner as recovery
 from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.planner import PlanInput, make_plan
+from engine.core.program.remaining_tasks import work_of
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program, plain
 from tests.core.recovery_cases import Failure, Job, assert_faultless, fail, hand_overs, seeded
@@ -89,6 +91,27 @@ def test_no_backward_is_run_again_wherever_a_worker_leaves(job: Job) -> None:
     assert count > 5
 
 
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_no_work_is_run_again_wherever_a_worker_leaves_that_sends_its_residuals(job: Job) -> None:
+    count = 0
+    for number, failure in enumerate(hand_overs(replace(job, residuals="ship"))):
+        actions = [each for line in failure.plan.program.values() for each in line]
+        count += any(each.op is Op.SHIP for each in actions)
+        assert redone(failure) == Counter()
+        if job.redundancy != "eager":  # there a shadow may have run a forward before the owner
+            step = failure.given.committed + 1
+            ran = {
+                Action(stage, Op.F, each, d)
+                for held in failure.given.inventories
+                for (d, stage), counted in (held.counted.items() if held.step == step else ())
+                for each in range(counted)
+            }
+            again = [each for each in actions if each.op in FORWARD_OPS and work_of(each) in ran]
+            assert not again, again
+        assert_faultless(failure.finish(seeded(number)))
+    assert count > 0
+
+
 def _killed(failure: Failure, order: random.Random) -> bool:
     """Kills a worker at a random place of a hand-over, and runs the step to its end; returns if that could be done."""
     machine = failure.machine
@@ -104,7 +127,7 @@ def _killed(failure: Failure, order: random.Random) -> bool:
 def test_a_death_at_any_moment_of_a_hand_over_changes_no_bit() -> None:
     count = 0
     for job in JOBS:
-        for number, failure in enumerate(hand_overs(job)):
+        for number, failure in enumerate(chain(hand_overs(job), hand_overs(replace(job, residuals="ship")))):
             if number % 4 == 0:
                 count += _killed(failure, seeded(number))
     assert count > 100

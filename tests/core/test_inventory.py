@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.program.inventory import Inventory, ValueRuns, from_json, to_json
+from engine.core.program.inventory import Inventory, SavedResiduals, ValueRuns, from_json, to_json
 from engine.core.value import Kind, Value
 
 _SOME = Inventory(
@@ -28,6 +29,15 @@ _TEXT = (
 def test_text_of_an_inventory() -> None:
     assert to_json(_SOME) == _TEXT
     assert from_json(_TEXT) == _SOME
+
+
+def test_residuals_that_can_be_sent_are_a_part_of_the_text() -> None:
+    saved = replace(_SOME, saved={(0, 1): SavedResiduals(3, (4096, 2048), 7, 9, 5)}, stuck="why")
+    text = _TEXT[:-1] + ',"stuck":"why","saved":[[0,1,3,7,9,5,4096,2048]]}'
+    assert (to_json(saved), from_json(text)) == (text, saved)
+    for old, new in (("4096", "-1"), ('"why"', "3"), ("3,7", "3.0,7"), ("[[0,1,3,7,9,5,4096,2048]]", "[[0,1,3,7]]")):
+        with pytest.raises(InvariantError, match="not an inventory"):
+            from_json(text.replace(old, new))
 
 
 def test_order_of_what_is_given_does_not_matter() -> None:

@@ -163,9 +163,16 @@ def test_a_backward_that_was_not_handed_over_is_found() -> None:
     assert "step 0: worker 0 counted the backward of microbatch 0 of stage 1 0 times" in twice
 
 
+def test_a_forward_whose_residual_is_sent_counts_where_it_arrives() -> None:
+    sent = given("1HAND0", "1SHIP1")
+    assert miscounted(steps(*did(1, 0, "1F0", "1F1", "1B0"), *sent, *taken("1HAND0", "1SHIP1", "1B1")), JOB) == []
+    missing = miscounted(steps(*did(1, 0, "1F0", "1B0"), *sent, *taken("1HAND0", "1SHIP1", "1B1")), JOB)
+    assert missing == ["step 0: worker 0 counted the forward of microbatch 1 of stage 1 0 times"]
+
+
 def test_every_op_of_the_table_has_its_rule() -> None:
     """An op that makes sums is to be named here; one that makes them in a new way has no rule, and cannot be loaded."""
-    carriers = dict.fromkeys((Op.STREAM, Op.HAND), SampleEffect.CARRIES)
+    carriers = {Op.STREAM: SampleEffect.CARRIES, Op.HAND: SampleEffect.CARRIES, Op.SHIP: SampleEffect.BRINGS}
     expected = carriers | {Op.F: SampleEffect.COUNTS, Op.B: SampleEffect.ADDS, Op.W: SampleEffect.ADDS}
     assert samples.EFFECTS == dict.fromkeys(OP_TABLE, SampleEffect.NONE) | expected
     both = replace(OP_TABLE[Op.F], makes=(*OP_TABLE[Op.F].makes, *OP_TABLE[Op.B].makes))

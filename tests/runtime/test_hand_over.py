@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.action import Action
+from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.checks.trajectory import trajectory_hash
+from engine.core.program.remaining_tasks import work_of
 from engine.core.protocol import coordinator
 from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.worker_inputs import NoticeReceived
@@ -48,6 +49,8 @@ class Hands:
         self.place = place
         self.handed = 0
         self.backwards: list[tuple[int, str]] = []
+        self.forwards: list[tuple[int, Action]] = []
+        self.shipped = 0
         self.protocol: WorkerProtocol | None = None
         run, streamed, made = Executor._run, GradientStreams.run, Training.__init__
 
@@ -59,6 +62,8 @@ class Hands:
         def count(executor: Executor, action: Action, text: str, method: Any) -> None:
             run(executor, action, text, method)
             self.backwards += [(executor.step, text)] if action.op in ("B", "I") else []
+            self.forwards += [(executor.step, work_of(action))] if action.op in FORWARD_OPS else []
+            self.shipped += action.op is Op.SHIP and executor.context.worker != 1
             if (executor.context.worker, executor.step, text) == (1, 1, self.place) and self.protocol is not None:
                 protocol, self.protocol = self.protocol, None
                 protocol.feed_aside(NoticeReceived())
@@ -84,3 +89,29 @@ def test_a_hand_over_inside_a_step_changes_no_bit(name: str, place: str, monkeyp
     if place == "1B0" and name != "stateful, streamed":  # else it may be logged, or have come by a stream
         assert seen.handed
     assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
+
+
+SHIPPED: dict[str, dict[str, Any]] = {
+    "normed": NORMED,
+    "normed, float16": NORMED | {"dtype": "float16"},
+    "tied gpt": TIED_GPT | {"schedule": "gpipe"},
+    "tied gpt, recomputed": TIED_GPT | {"activation_checkpoint": 2},
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_forward_is_run_again_if_residuals_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trajectory(SHIPPED[name])
+    seen = Hands("1B0", monkeypatch)
+    assert trajectory(SHIPPED[name] | {"residuals": "ship"}) == expected
+    assert seen.protocol is None, "the notice was given"
+    assert seen.handed and seen.shipped
+    assert len(seen.forwards) == len(set(seen.forwards)), "no forward is run again"
+    assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
+
+
+def test_a_forward_that_looks_at_values_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trajectory(STATEFUL)
+    seen = Hands("1B0", monkeypatch)
+    assert trajectory(STATEFUL | {"residuals": "ship"}) == expected
+    assert (seen.protocol, seen.shipped) == (None, 0)

@@ -39,12 +39,14 @@ class SampleEffect(Enum):
     NONE = auto()
     COUNTS = auto()  # the forward of its microbatch
     ADDS = auto()  # the backward of its microbatch
+    BRINGS = auto()  # the forward of its microbatch, which another worker has counted
     CARRIES = auto()  # one worker sends the accumulator up to the microbatch, and the others take it
 
 
 _RULES: Final = {  # by the sums that an op makes, and whether it computes
     (frozenset({Kind.COUNTED}), True): SampleEffect.COUNTS,
     (frozenset({Kind.ADDED}), True): SampleEffect.ADDS,
+    (frozenset({Kind.COUNTED}), False): SampleEffect.BRINGS,
     (frozenset({Kind.ADDED, Kind.COUNTED}), False): SampleEffect.CARRIES,
 }
 
@@ -164,6 +166,9 @@ def _committed(entries: list[DoneAction], job: Job) -> tuple[int | None, _Accumu
         match EFFECTS[action.op]:
             case SampleEffect.COUNTS:
                 mine.forwards[microbatch] += 1
+            case SampleEffect.BRINGS:
+                others = max(other.forwards[microbatch] for other in all_of.values())
+                mine.forwards[microbatch] = mine.forwards[microbatch] or others
             case SampleEffect.ADDS:
                 was_sent = before in handoffs or is_streamed(before, job.log_every, job.microbatches)
                 if microbatch and before not in mine.backwards and was_sent:

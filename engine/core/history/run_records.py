@@ -414,6 +414,20 @@ class AddedRecord(StampedRecord):
     joins: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualsRecord(StampedRecord):
+    """Worker `of`, which leaves, sends what the forwards of some microbatches have saved, so they are not run again.
+
+    `sent` are the actions, `bytes` their size; `stuck` says why other residuals could not travel.
+    """
+
+    epoch: int
+    of: int
+    sent: tuple[str, ...]
+    bytes: int
+    stuck: str
+
+
 # The records of a run about the memory and the load of its devices.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord(StampedRecord):

@@ -29,6 +29,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
     "standby": 0,
     "retain": "device",
+    "residuals": "recompute",
     "epochs": 0,  # the steps decide
     "metrics": "",
     "predict_args": {},

@@ -19,6 +19,7 @@ from engine.core.units import Args, described, whole_units
 Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
+ResidualChoice = Literal["auto", "recompute", "ship"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 LossNormalisation = Literal["microbatches", "tokens", "next-tokens"]
@@ -157,6 +158,11 @@ class Job:
         "where layers compute: cpu, cuda, or auto (cuda if every worker can have a GPU of its own); changes bits",
     )
     share_gpu: bool = described(False, "let several workers share a GPU; for tests, because they wait for each other")
+    residuals: ResidualChoice = described(
+        "recompute",
+        "microbatches between forward and backward on a worker that leaves: send what their forwards saved (ship), run "
+        "these again elsewhere (recompute), or what is quicker (auto)",
+    )
     retain: RetainPlace = described(
         "device",
         "where values sent to other workers are kept until the commit: device, or cpu (pinned host memory, to save "

@@ -87,6 +87,11 @@ class ComputeTimes:
         is_whole = forwards == backwards == self._microbatches
         return (forward_ns, backward_ns) if is_whole else (0, 0)
 
+    def forward_ns(self, slot: Slot) -> int:
+        """Returns the mean nanoseconds of a forward of a slot in the open step; 0 if none has run."""
+        forwards, forward_ns, *_ = self._known.get(slot, (0, 0))
+        return forward_ns // forwards if forwards else 0
+
     def clear(self) -> None:
         """Forgets the step."""
         self._known.clear()

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import ToAgent, ToWorker, message
@@ -82,6 +83,20 @@ class ValueRuns:
             yield from range(max(first, start), last + 1)
 
 
+class SavedResiduals(NamedTuple):
+    """The residuals of a slot that a worker that leaves can send: those of successive microbatches."""
+
+    first: int
+    sizes: tuple[int, ...]  # bytes
+    forward_ns: int  # the usual time of a forward, with which a microbatch is recomputed
+    graph_ns: int  # the usual time to make the graph of a microbatch at the other end
+    load_ns: int = 0  # the time to load what makes graphs, once
+
+    def bytes_of(self, microbatch: int) -> int:
+        """Returns the bytes of the residual of a microbatch."""
+        return self.sizes[microbatch - self.first]
+
+
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """The values that one worker holds. `step` is its open step: its replicas have taken `step` optimizer steps."""
@@ -93,11 +108,13 @@ class Inventory:
     added: Mapping[Slot, int] = field(default_factory=dict)
     logged: tuple[Slot, ...] = ()
     values: ValueRuns = field(default_factory=ValueRuns)  # activations, gradients, residuals and pendings
+    saved: Mapping[Slot, SavedResiduals] = field(default_factory=dict)  # by a worker that leaves
+    stuck: str = ""  # why it cannot send other residuals
 
 
 def to_json(inventory: Inventory) -> str:
     """Returns the text of the inventory; equal inventories have the same text."""
-    held = {
+    held: dict[str, object] = {
         "worker": inventory.worker,
         "step": inventory.step,
         "whole": sorted(inventory.whole),
@@ -108,6 +125,12 @@ def to_json(inventory: Inventory) -> str:
             [kind, pipeline, stage, *map(list, runs)] for kind, pipeline, stage, runs in inventory.values.lines()
         ],
     }
+    if inventory.saved or inventory.stuck:
+        held["stuck"] = inventory.stuck
+        held["saved"] = [
+            [*slot, saved.first, saved.forward_ns, saved.graph_ns, saved.load_ns, *saved.sizes]
+            for slot, saved in sorted(inventory.saved.items())
+        ]
     return json.dumps(held, separators=(",", ":"))
 
 
@@ -123,8 +146,14 @@ def from_json(text: str) -> Inventory:
             {(pipeline, stage): count for pipeline, stage, count in held["added"]},
             tuple((pipeline, stage) for pipeline, stage in held["logged"]),
             ValueRuns.of_runs(_line_of(*line) for line in held["values"]),
+            {
+                (pipeline, stage): SavedResiduals(first, tuple(sizes), forward_ns, graph_ns, load_ns)
+                for pipeline, stage, first, forward_ns, graph_ns, load_ns, *sizes in held.get("saved", ())
+            },
+            held.get("stuck", ""),
         )
-        same = all(type(each) is int and each >= 0 for each in _numbers(inventory)) and to_json(inventory) == text
+        numbers, text_of_stuck = _numbers(inventory), type(inventory.stuck) is str
+        same = all(type(each) is int and each >= 0 for each in numbers) and text_of_stuck and to_json(inventory) == text
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvariantError(f"not an inventory: {error!r} in {text[:200]!r}") from error
     if not same:
@@ -154,8 +183,9 @@ def _line_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> tuple[Ki
 
 def _numbers(inventory: Inventory) -> Iterator[int]:
     yield from (inventory.worker, inventory.step)
-    for slot in (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added):
+    for slot in (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added, *inventory.saved):
         yield from slot
+    yield from (number for saved in inventory.saved.values() for number in (*saved[:1], *saved.sizes, *saved[2:]))
     yield from inventory.counted.values()
     yield from inventory.added.values()
     for _, pipeline, stage, runs in inventory.values.lines():
@@ -203,6 +233,7 @@ class PlanMessage(ToWorker):
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot, which becomes a shadow; empty if no slot is to move
     hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
     before: tuple[int, ...] = ()  # the owners when the open step began
+    ships: tuple[tuple[int, int, int, int], ...] = ()  # the residuals that are sent, as `Ship`
     repair: Repair | None = None  # the plan, if it is a repair: then no member has to make one
 
 

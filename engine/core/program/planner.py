@@ -18,90 +18,23 @@ count only if the owners of all slots of the group hold them; else the accumulat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
+from engine.core.action import RECEIVE_OPS, Program
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dependencies import carried
 from engine.core.program.dry_run import refuse_stuck
+from engine.core.program.handing import Hand, hands_in, held_after, held_with, with_hands
 from engine.core.program.inventory import Inventory, PlanMessage, Repair
 from engine.core.program.passes import with_end, with_end_of_step, with_transfers, with_whole_stages
 from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
+from engine.core.program.residuals import Ship
 from engine.core.value import WIRE, Held, Kind, Value
-
-# Handoff: the accumulators that a plan sends to the owners of slots, so that no backward is rerun.
-#
-#     leaver   1F0 1F1 1B0 | fence | 1HAND0  1SEND_B0 ...      gives what it has added, then what others lack
-#     owner                | fence | 1HAND0  1F1 1B1 ...       goes on from there: only 1F1 is run again
-#
-# Rules: the owner of a slot takes the accumulator of the member that has added the most, if that is more than its own:
-# a worker that leaves in the open step, or a shadow that has taken a later stream. An accumulator comes with the losses
-# and with the buffers before each of its forwards, so the owner can continue as if it had run them. A forward that was
-# counted but not added is rerun. What a member without slots of its own sends is received first: it is about to leave.
-
-
-class Hand(NamedTuple):
-    """An accumulator that goes from one worker to another, with the number of its backwards."""
-
-    giver: int
-    taker: int
-    slot: Slot
-    added: int
-
-    @property
-    def action(self) -> Action:
-        """The action, at both ends."""
-        return Action(self.slot[1], Op.HAND, self.added - 1, self.slot[0])
-
-
-def hands_in(
-    ownership: Ownership, step: int, inventories: Iterable[Inventory], done: Collection[Slot]
-) -> tuple[Hand, ...]:
-    """Returns the accumulators to hand off in `step`, by slot; none for slots that are `done`."""
-    most: dict[Slot, tuple[int, int]] = {}  # backwards added, and the worker, negated: the lowest of several
-    owned: dict[Slot, int] = {}
-    for held in inventories:
-        for slot, added in held.added.items() if held.step == step else ():
-            if slot in held.whole:
-                most[slot] = max(most.get(slot, (0, 0)), (added, -held.worker))
-                if ownership.owner(*slot) == held.worker:
-                    owned[slot] = added
-    return tuple(
-        Hand(-giver, ownership.owner(*slot), slot, added)
-        for slot, (added, giver) in sorted(most.items())
-        if slot not in done and added > owned.get(slot, 0)
-    )
-
-
-def held_after(held: Sequence[Held], hands: Iterable[Hand]) -> tuple[Held, ...]:
-    """Returns what workers hold after the handoffs; of a worker's counter the first entry counts."""
-    counted = {(worker, value[1:3]): value.index for worker, value in held if value.kind is Kind.COUNTED}
-    values: list[Held] = []
-    for _, taker, slot, added in hands:
-        values.append((taker, Value(Kind.ADDED, *slot, added - 1)))
-        if counted.get((taker, slot), -1) < added - 1:
-            values.append((taker, Value(Kind.COUNTED, *slot, added - 1)))
-    return (*values, *held)
-
-
-def with_hands(
-    program: Mapping[int, tuple[Action, ...]], hands: Collection[Hand], ownership: Ownership
-) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with the accumulators in front, and behind them the receipts from members without slots."""
-    guests = [worker for worker in program if not ownership.slots_of(worker)]
-    early = {carried(action) for worker in guests for action in program[worker] if action.op in SEND_OPS}
-    lists = {}
-    for worker, actions in program.items():
-        mine = [each.action for each in hands if worker in (each.giver, each.taker)]
-        first = [action for action in actions if action.op in RECEIVE_OPS and carried(action) in early]
-        rest = [action for action in actions if action.op not in RECEIVE_OPS or carried(action) not in early]
-        lists[worker] = (*mine, *first, *rest)
-    return lists
 
 
 # The plan of a recovery, and the plan of an epoch with the document that it follows from.
@@ -133,6 +66,7 @@ class PlanInput:
     committed: int
     ownership: Ownership  # after the verdict: heirs are owners, surviving replicas are shadows
     inventories: tuple[Inventory, ...]  # of every member, by worker
+    ships: tuple[Ship, ...] = ()  # the residuals that are sent
 
 
 def make_plan(source: PlanInput, base: Baseline | None = None) -> Plan:
@@ -153,7 +87,7 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
     Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
     """
     (adopted, lost), done = _checked(source), _done(source)
-    return None if lost or _hands(source, done) else _repaired(source, base, adopted, done)
+    return None if lost or source.ships or _hands(source, done) else _repaired(source, base, adopted, done)
 
 
 def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
@@ -171,12 +105,12 @@ def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     """Returns the plan made from scratch, from what workers hold alone; its program has passed a dry run."""
     ownership, step, done = source.ownership, source.committed + 1, _done(source)
     hands, held = _hands(source, done), tuple(_held(source, done))
-    there = held_after(held, hands)
+    there = held_with(source.ships, held_after(held, hands), ownership)
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
     members = {inventory.worker: compute.get(inventory.worker, ()) for inventory in source.inventories}
     members = with_whole_stages(members, ownership) if ownership.grid.fsdp else members
-    sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
+    sent = with_hands(with_transfers(members, ownership, held), hands, ownership, source.ships)
     program = with_end_of_step(sent, ownership, held, healing_in(source))
     refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
@@ -221,7 +155,7 @@ def _refuse_impossible(source: PlanInput) -> None:
         if not all(0 <= count <= grid.microbatches for count in counts):
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
         runs = [(pipeline, stage, last) for _, pipeline, stage, of in inventory.values.lines() for _, last in of]
-        slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added)
+        slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added, *inventory.saved)
         if not all(grid.has(*each) for each in (*slots, *runs)):
             raise InvariantError(f"worker {inventory.worker} holds what no step of {grid} has")
 

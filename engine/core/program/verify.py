@@ -101,7 +101,7 @@ def expected_actions(
 
 
 def _gives(action: Action, worker: int, ownership: Ownership, there: Collection[Held]) -> bool:
-    """Says whether the action hands an accumulator that `worker` holds at the start to the owner of its slot."""
+    """Says whether the action gives the owner of its slot what `worker` holds at the start: a sum or a residual."""
     stage, op, microbatch, pipeline = action
     if (
         op not in _HANDS
@@ -109,7 +109,7 @@ def _gives(action: Action, worker: int, ownership: Ownership, there: Collection[
         or ownership.owner(pipeline, stage) == worker
     ):
         return False
-    return (worker, Value(Kind.ADDED, pipeline, stage, microbatch)) in there
+    return (worker, Value(OP_TABLE[op].needs[0].kind, pipeline, stage, microbatch)) in there
 
 
 def _progress(program: Program, ownership: Ownership, there: Collection[Held]) -> dict[tuple[Kind, int, int], int]:
@@ -118,7 +118,7 @@ def _progress(program: Program, ownership: Ownership, there: Collection[Held]) -
     for worker, actions in program.items():
         for action in actions:
             if _gives(action, worker, ownership, there):
-                for kind in _COMPUTES.values():
+                for kind in {term.kind for term in OP_TABLE[action.op].makes}.intersection(_COMPUTES.values()):
                     at = (kind, action.pipeline, action.stage)
                     progress[at] = max(progress.get(at, 0), action.microbatch + 1)
     return progress

@@ -22,6 +22,7 @@ from engine.core.history.run_records import (
     ValidationRecord,
 )
 from engine.core.job.job import is_due
+from engine.core.job.memory_model import StageBytes
 from engine.core.job.torch_parts import warming_up
 from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
@@ -82,6 +83,7 @@ from engine.core.protocol.rebalancing import LeaveStrategy, departs, has_heirs, 
 from engine.core.protocol.state import Phase
 from engine.core.protocol.state import begin as begin_membership
 from engine.core.protocol.verdicts import heirs, may_restart, unable_to_leave
+from engine.core.protocol.worker_times import after_vote
 from engine.core.texts import numbered
 
 # Hearing: the rule for each kind of message of a worker.
@@ -120,6 +122,10 @@ def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMess
         return state, ()
     ballot, commit = state.ballot.add(heard.worker, vote)
     new = state._replace(ballot=ballot)
+    if sizes := {each.stage: StageBytes(*each.sizes) for each in vote.slots if each.sizes}:
+        new = new._replace(sizes={**state.sizes, **sizes})
+    if any(each.heal_ns for each in vote.slots):
+        new = new._replace(costs=after_vote(state.costs, vote))
     if commit is None or state.is_stopping:
         return new, ()
     if not math.isfinite(commit.grad_norm) and state.job.dtype == "float16":

@@ -11,6 +11,7 @@ from engine.core.checkpoint_rules import KeepRule, keeping_of
 from engine.core.errors import required
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
 from engine.core.job.torch_parts import PLATEAU
 from engine.core.job.update_rules import monitor_rules
 from engine.core.messages import CommitMessage, EpochMessage, NextGroupFormedMessage, NextGroupMessage
@@ -23,6 +24,7 @@ from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Place, 
 from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.state import Options, Phase, State
 from engine.core.protocol.verdicts import NO_MORE, deadly_hosts, deadly_in_words
+from engine.core.protocol.worker_times import MoveCosts
 from engine.core.units import parse_duration
 
 # The group of a coming epoch, which members and joiners form while training goes on.
@@ -155,6 +157,8 @@ class CoordinatorState(NamedTuple):
     kept_ns: int = 0  # when that step was committed; at first when the coordinator began
     ballot: Ballot | None = None  # None while no vote counts
     preparation: Preparation = Preparation(0)
+    costs: MoveCosts = MoveCosts()  # of replicas that were sent, and the sizes of slots: they tell the rate of links
+    sizes: Mapping[int, StageBytes] = {}
     next_group: NextGroup = NextGroup()
     epoch: EpochMessage | None = None  # the last one that was sent
     planned: int = 0  # the last epoch whose plan was sent

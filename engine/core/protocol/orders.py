@@ -70,8 +70,10 @@ from engine.core.protocol.inputs_outputs import (
     Write,
 )
 from engine.core.protocol.membership import is_ignored, plan_document, step
+from engine.core.protocol.residual_choice import left_ns, told_of_residuals, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
+from engine.core.protocol.worker_times import bytes_per_s
 from engine.core.texts import numbered
 
 # The rule of equal ends, and survivable exceptions: when the cause is the user's code, and not a worker.
@@ -404,6 +406,8 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
     known = state.membership
     if not _is_new_epoch(state):
         return state, ()
+    going = known.going if known.phase in GATHERING else ()
+    left = left_ns(going, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
     epoch = messages.EpochMessage(
         epoch=known.epoch,
         members=known.members,
@@ -413,6 +417,7 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
         digest=None if known.phase in GATHERING else next(iter(known.digests.values()), None),
         go=_go(state) if known.phase in _TRAINING else None,  # then no answer is awaited
         group=state.next_group.number if state.next_group.is_entered and known.phase not in GATHERING else 0,
+        left_ms=tuple((worker, ns // 1_000_000) for worker, ns in left.items()),
     )
     record = EpochRecord(
         epoch=known.epoch,
@@ -444,6 +449,8 @@ def _send_plan(state: CoordinatorState) -> Decided:
     if number <= state.planned or len(known.inventories) < len(known.members):
         return state, ()
     document = plan_document(known)
+    left = left_ns(document.leaving, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
+    document = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
     leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
     new = state._replace(planned=number, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
@@ -452,6 +459,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
         outputs.append(tell_all(new, _with_repair(state.job, document)))
+    outputs += told_of_residuals(document)
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
     return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))

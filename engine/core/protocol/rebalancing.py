@@ -231,7 +231,12 @@ def until_boundary_ns(spent_ns: int, steps_ns: Collection[int]) -> int:
 
 def departs(left_ns: int, grace_ns: int) -> bool:
     """Returns whether a worker that has handed over inside the step must not wait for the boundary any longer."""
-    return left_ns <= min(_DEPARTURE_NS, grace_ns // 2)
+    return left_ns <= departure_ns(grace_ns)
+
+
+def departure_ns(grace_ns: int) -> int:
+    """Returns how long before the end of its grace such a worker leaves."""
+    return min(_DEPARTURE_NS, grace_ns // 2)
 
 
 def can_wait_for_joiners(state: State, grace_ns: int) -> bool:

@@ -16,6 +16,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import PlanMessage, from_json
 from engine.core.program.owners import owners_program
 from engine.core.program.planner import EpochPlan, PlanInput, ends_tied_stages_together, make_plan, plan_of
+from engine.core.program.residuals import Ship
 
 
 class GroupKey(NamedTuple):
@@ -183,5 +184,6 @@ def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
         program = owners_program(schedule, grid, document.before)
         return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1))
     inventories = tuple(from_json(text) for _, text in document.inventories)
-    source = PlanInput(document.epoch, document.committed, ownership, inventories)
+    ships = tuple(Ship(*each) for each in document.ships)
+    source = PlanInput(document.epoch, document.committed, ownership, inventories, ships)
     return EpochPlan(document, ownership, make_plan(source))

@@ -48,7 +48,7 @@ class BufferSnapshot:
 
     def tensors(self) -> list[Tensor]:
         """Returns the distinct tensors, in order; they share the memory of the snapshot."""
-        return [_placed(self.memory[place.piece], place) for place in self.places]
+        return [placed(self.memory[place.piece], place) for place in self.places]
 
     def buffers(self) -> Buffers:
         """Returns the buffers of each module."""
@@ -78,14 +78,23 @@ def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
             if buffer is not None and id(buffer) not in numbers:
                 numbers[id(buffer)] = len(tensors)
                 tensors.append(buffer)
-    spans: dict[int, tuple[int, int]] = {}  # address of a storage -> first and end byte of the buffers in it
+    names = [
+        {name: None if buffer is None else numbers[id(buffer)] for name, buffer in module._buffers.items()}
+        for module in modules
+    ]
+    return BufferSnapshot(*in_pieces(tensors), names)
+
+
+def in_pieces(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[BufferPlace, ...]]:
+    """Returns the memory of some tensors in pieces of bytes, without copies, and the place of each tensor in it."""
+    spans: dict[int, tuple[int, int]] = {}  # address of a storage -> first and end byte of the tensors in it
     for tensor in tensors:
         first, last = spans.get(address := _address(tensor), (tensor.untyped_storage().nbytes(), 0))
         start, end = _span(tensor)
         spans[address] = min(first, start), max(last, end)
     holders = {_address(tensor): tensor for tensor in tensors}
     pieces = {address: number for number, address in enumerate(spans)}
-    return BufferSnapshot(
+    return (
         tuple(_memory_of(holders[address], first, last) for address, (first, last) in spans.items()),
         tuple(
             BufferPlace(
@@ -97,10 +106,6 @@ def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
             )
             for tensor in tensors
         ),
-        [
-            {name: None if buffer is None else numbers[id(buffer)] for name, buffer in module._buffers.items()}
-            for module in modules
-        ],
     )
 
 
@@ -121,7 +126,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start * tensor.itemsize // _ALIGNED * _ALIGNED, end * tensor.itemsize
 
 
-def _placed(piece: Tensor, place: BufferPlace) -> Tensor:
+def placed(piece: Tensor, place: BufferPlace) -> Tensor:
+    """Returns the tensor at a place in a piece of memory, which it shares."""
     offset = piece.storage_offset() // place.dtype.itemsize + place.offset
     empty = torch.empty(0, dtype=place.dtype, device=piece.device)
     return empty.set_(piece.untyped_storage(), offset, place.size, place.stride)

@@ -258,7 +258,7 @@ class GradientStreams:
             present = next(parts).tolist()
             losses = next(parts).tolist() if replica.is_last else []
         template = replica.history.before(microbatch)
-        befores = {before: _filled(template, parts) for before in _forwards_in(microbatch, num_forwards)}
+        befores = {before: filled(template, parts) for before in _forwards_in(microbatch, num_forwards)}
         if microbatch >= replica.counted:
             replica.history.note(replica.counted)
             replica.history.take_over(befores)
@@ -319,12 +319,12 @@ def _forwards_in(microbatch: int, num_forwards: int) -> range:
     return range(microbatch + 2 - num_forwards, microbatch + 2)
 
 
-def _filled(template: BufferSnapshot, parts: Iterator[Tensor]) -> BufferSnapshot:
+def filled(template: BufferSnapshot, parts: Iterator[Tensor]) -> BufferSnapshot:
     """Returns copies of the next buffers of a stream in the memory layout of the template."""
-    filled = template.copy()
-    for buffer in filled.tensors():
+    copy = template.copy()
+    for buffer in copy.tensors():
         overwrite(buffer, next(parts))
-    return filled
+    return copy
 
 
 def _room(spec: TensorSpec) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,12 @@ class Residual:
     groups: list[list[Segment] | Checkpoint]
     outputs: Tensors
     loss: Segment | None = None
+    counts: tuple[Tensors, float | None] = ((), None)  # the targets of the loss, and its weight
+    make: Callable[[], Residual] | None = None  # of one that came from another worker: its graphs are made when needed
+
+    def made(self) -> Residual:
+        """Returns the residual with its graphs."""
+        return self if self.make is None else self.make()
 
 
 def began_in(residual: Residual, inputs: Tensors, first: int) -> str:
@@ -206,7 +212,7 @@ class LossShare:
         if self._gradient is None or scale != self._scale:
             if scale < LEAST_SCALE:
                 raise DivergedError(f"the gradients are not finite, down to a scale of the loss of {scale}")
-            share = (torch.ones_like(loss) * scale) / self._microbatches
+            share = (torch.ones(loss.shape, dtype=loss.dtype, device=loss.device) * scale) / self._microbatches
             self._gradient, self._scale = marked(share, is_missing=False), scale
         return self._gradient
 
@@ -262,7 +268,7 @@ class Stage:
         self.losses: dict[int, float] = {}  # of the counted microbatches
         self.counted = 0  # forwards of this step that the buffers contain
         self.added = 0  # backwards of this step that the gradients contain
-        self._groups = groups_of(self.layers, job.activation_checkpoint)
+        self.groups = groups_of(self.layers, job.activation_checkpoint)
         self._of_groups: dict[int, BufferHistory] = {}  # by the first layer
         self.history = BufferHistory(modules_of(self.layers.values()))  # in the open step
         self._form = form_of(snapshot_of(self._modules(self.layers)))
@@ -361,7 +367,7 @@ class Stage:
         self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None, weight: float | None
     ) -> Residual:
         residual = Residual([], inputs)
-        for group in self._groups:
+        for group in self.groups:
             checkpoint = None
             if self.job.activation_checkpoint:
                 history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
@@ -373,12 +379,14 @@ class Stage:
             self._check(max(self.layers), self.border, residual.outputs)
         if targets is not None:
             cut = cut_off(residual.outputs)
-            residual.loss = Segment(cut, (self._weighted_loss(cut, targets, weight),), "the loss")
+            residual.loss = Segment(cut, (self.weighted_loss(cut, targets, weight),), "the loss")
+            residual.counts = targets, weight
         self.residuals[microbatch] = residual
         self.peak_stash = max(self.peak_stash, len(self.residuals) + len(self.pending))
         return residual
 
-    def _weighted_loss(self, outputs: Tensors, targets: Tensors, weight: float | None) -> Tensor:
+    def weighted_loss(self, outputs: Tensors, targets: Tensors, weight: float | None) -> Tensor:
+        """Returns the loss of a microbatch, times its weight."""
         if weight == 0:  # no target counts: the mean over them is no number
             return outputs[0].float().sum() * 0.0
         loss = loss_of(self.model, outputs, targets)
@@ -419,10 +427,10 @@ class Stage:
 
     def _backward(self, step: int, microbatch: int, gradients: Tensors, pending: Pending | None = None) -> Tensors:
         """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
-        residual = self.residuals.pop(microbatch)
+        residual = self.residuals.pop(microbatch).made()
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share.of(residual.loss.outputs[0], self.loss_scale),))
-        for group, entry in zip(reversed(self._groups), reversed(residual.groups), strict=True):
+        for group, entry in zip(reversed(self.groups), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, entry) if isinstance(entry, Checkpoint) else entry
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
                 if pending is not None:
@@ -442,7 +450,7 @@ class Stage:
         """Returns the outputs in evaluation mode: no dropout, no gradients, buffers unchanged."""
         with in_use(self._modules(self.layers)):
             for index in self.layers:
-                inputs = self._call(index, inputs)
+                inputs = self.call(index, inputs)
         return inputs
 
     def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, dict[str, float]]:
@@ -477,7 +485,7 @@ class Stage:
             self.device.seed(self._key(step, index, microbatch) if key is None else key)
             cut = cut_off(inputs)
             before = [tensor._version for tensor in cut]
-            outputs = self._call(index, cut)
+            outputs = self.call(index, cut)
             if [tensor._version for tensor in cut] != before:  # a recovery needs the input
                 raise self._wrong(index, "a layer must not overwrite what it is called with")
             sizes = tuple(each.shape for each in cut) if self.job.variable_shapes else ()
@@ -486,7 +494,7 @@ class Stage:
             inputs = outputs
         return segments
 
-    def _call(self, index: int, inputs: Tensors) -> Tensors:
+    def call(self, index: int, inputs: Tensors) -> Tensors:
         """Returns the outputs of one layer, contiguous like after a transfer: strides can decide bits."""
         try:
             with self._autocast():

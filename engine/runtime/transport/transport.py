@@ -150,6 +150,7 @@ class AsidePurpose(IntEnum):
     HEAL = 8
     STREAM = 9
     SHARD = 10
+    RESIDUAL = 11
 
 
 class ProgramKey(NamedTuple):

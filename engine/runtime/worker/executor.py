@@ -32,9 +32,10 @@ from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
 from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.stage.replicas import ValueStore
+from engine.runtime.stage.residuals import ResidualOffers, keep_parcel, residual_offers, send_parcel, take_parcel
 from engine.runtime.stage.tensor_census import TensorCensus
 from engine.runtime.transport.transfers import Receiver, WorkerProgram
-from engine.runtime.transport.transport import Transport
+from engine.runtime.transport.transport import AsidePurpose, Transport, aside_key
 from engine.runtime.worker.microbatches import MicrobatchLoader
 from engine.runtime.worker.step_end import StepEnd, WorkerContext
 
@@ -137,6 +138,7 @@ class Executor:
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
+        self._offers = ResidualOffers()
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, device)
 
@@ -174,6 +176,7 @@ class Executor:
             Op.RECV_B: self._receive,
             Op.STREAM: self.streams.run,
             Op.HAND: self.streams.run,
+            Op.SHIP: self._ship,
             Op.HEAL: end.heal,
             Op.REDUCE_GRAD: end.reduce,
             Op.LOG: end.log,
@@ -295,14 +298,19 @@ class Executor:
         for stage in self.context.replicas.stages.values():
             stage.forget_step()
         self.end.clear()
+        self._offers = ResidualOffers()
         self._times.clear()
         self.streams.clear()
         self.value_store.clear()
         self._loader.forget_step()
 
-    def inventory(self) -> Inventory:
-        """Returns the values of the open step that this worker holds, including the streams that have arrived."""
+    def inventory(self, left_ns: int = 0) -> Inventory:
+        """Returns the values of the open step that this worker holds, including the streams that have arrived.
+
+        A worker that leaves, with so much time left, says which residuals it can send.
+        """
         self.streams.settle()
+        offers = self._offer_residuals(left_ns) if left_ns else ResidualOffers()
         stages = {slot: self.context.replicas.stages[slot] for slot in self.context.replicas.whole()}
         kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
         kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
@@ -314,7 +322,29 @@ class Executor:
             {slot: stage.added for slot, stage in stages.items()},
             tuple(slot for slot in stages if slot in self.end.logged),
             ValueRuns([*self.value_store.values(), *kept]),
+            offers.saved,
+            offers.stuck,
         )
+
+    def _offer_residuals(self, left_ns: int) -> ResidualOffers:
+        replicas = self.context.replicas
+        slots = [slot for slot in replicas.whole() if replicas.stages[slot].residuals]
+        if self.context.job.redundancy == "eager":  # an owner has what its shadow has
+            slots = [slot for slot in slots if slot in self._worker_program.owned]
+        stages = {slot: (replicas.stages[slot], self._times.forward_ns(slot)) for slot in slots}
+        self._offers = residual_offers(stages, self.context.job, left_ns)
+        return self._offers
+
+    def _ship(self, action: Action, step: int) -> None:
+        """One end sends the residual of a microbatch, the other takes it in."""
+        program, slot, channel = self._worker_program, (action.pipeline, action.stage), self._plane.aside
+        key = aside_key(program.ownership.grid, AsidePurpose.RESIDUAL, *slot, action.microbatch)
+        value = Value(Kind.RESIDUAL, *slot, action.microbatch)
+        if slot in program.owned:
+            stage = self.context.replicas.stages[slot]
+            keep_parcel(stage, action.microbatch, take_parcel(channel, program.routes.sources[value], key, stage))
+        else:
+            send_parcel(channel, program.routes.targets[value], key, self._offers.parcels[value])
 
     def _forward(self, action: Action, step: int) -> None:
         stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline

@@ -321,7 +321,9 @@ class Training:
         self.context.recorder.write(MarkRecord(phase=phase, epoch=control.accepted, adopted=output.adopted))
 
     def _count(self, output: outputs.CountHeld) -> inputs.Input:
-        inventory = self._executor.inventory()
+        epoch = self._protocol.state.message
+        left_ms = dict(epoch.left_ms).get(self.context.worker, 0) if epoch is not None else 0
+        inventory = self._executor.inventory(left_ms * 1_000_000)
         return inputs.InventoryCounted(to_json(inventory), self._grid.places(inventory.whole))
 
     # The group

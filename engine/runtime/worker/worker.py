@@ -80,6 +80,7 @@ from engine.runtime.stage.class_optimizer import check_groups
 from engine.runtime.stage.optimizer import check_rates
 from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.stage.replicas import Replicas
+from engine.runtime.stage.residuals import load_graph_making
 from engine.runtime.stage.sharded_stages import ShardedStages
 from engine.runtime.stage.stage import Stage, build_layer, tied_stages
 from engine.runtime.stage.trials import weigh_layers
@@ -332,6 +333,8 @@ class WorkerRun(ControlHandler):
         for stage in context.replicas.stages.values():
             for optimizer in stage.optimizers.values():
                 optimizer.prepare()
+        if context.job.residuals == "ship":
+            load_graph_making()
         if context.job.check_pure and not welcome.waits and context.replicas.model.check_pure:
             check_pure(context, member.ownership)
         if problems := changed(settings):
