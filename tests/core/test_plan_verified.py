@@ -34,7 +34,7 @@ _PLAN = f"0f0 1F0 1B0 0f1 1F1 1B1 0B1 {_END}"
 def _failures() -> list[Failure]:
     """Returns failures of random histories and of schedules with backwards in parts; their plans have been verified."""
     found = list(single_kills(Job(Grid(3, 4), "zb1p")))
-    found += hand_overs(Job(Grid(3, 2)))
+    found += [*hand_overs(Job(Grid(3, 2))), *hand_overs(Job(Grid(3, 2), residuals="ship"))]
     for number in range(60):
         order = seeded(number)
         history = random_history(random_job(order), order)

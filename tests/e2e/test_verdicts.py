@@ -84,7 +84,7 @@ def test_a_run_whose_weights_differ_is_red_everywhere(launch: Launch, tmp_path: 
 
 
 def test_a_launcher_killed_beside_the_twin_leaves_a_complete_training_without_a_verdict(launch: Launch) -> None:
-    launcher = launch(*SMALL, "--model", "timed", "--set", "model_args.forward_ms=20")
+    launcher = launch(*SMALL, "--model", "timed", "--set", "model_args.forward_ms=60")  # the twin outlasts a command
     launcher.wait_until(lambda: launcher.events("comparing"))
     shown = say(launcher, "status").stdout
     assert ": comparing with the twin, epoch 2, step 6 of 6" in shown

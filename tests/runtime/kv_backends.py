@@ -10,6 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -110,11 +111,24 @@ class LostCall(grpc.RpcError):  # type: ignore[misc]
         return "the connection broke"
 
 
-def suffering(method: Callable[..., Any], due: deque[Fault]) -> Callable[..., Any]:
+@dataclass
+class Due:
+    """The faults of the calls to come: of the method that is called first, not of the reads between its attempts."""
+
+    faults: deque[Fault] = field(default_factory=deque)
+    method: str = ""
+
+    def next(self, method: str) -> Fault | None:
+        """Returns the fault that a call suffers."""
+        self.method = self.method or method
+        return self.faults.popleft() if self.faults and method == self.method else None
+
+
+def suffering(name: str, method: Callable[..., Any], due: Due) -> Callable[..., Any]:
     """Returns a method of a stub that suffers what is due."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        fault = due.popleft() if due else None
+        fault = due.next(name)
         if fault is Fault.LOSE_REQUEST:
             raise LostCall
         reply = method(*arguments, **options)
@@ -132,7 +146,7 @@ class EtcdBackend(Backend):
         super().__init__()
         self.settings = settings
         self._server = server
-        self._due: dict[EtcdKV, deque[Fault]] = {}
+        self._due: dict[EtcdKV, Due] = {}
         self.bare = EndpointClient(settings.endpoints[0], timeout=5)
 
     def close(self) -> None:
@@ -151,12 +165,11 @@ class EtcdBackend(Backend):
     def lose(self, client: KV, *faults: Fault) -> None:
         assert isinstance(client, EtcdKV)
         if client not in self._due:
-            self._due[client] = deque()
+            self._due[client] = Due()
             methods = client._calls._connect(self.settings.endpoints[0]).methods
             for name in list(methods):
-                methods[name] = suffering(methods[name], self._due[client])
-        self._due[client].clear()
-        self._due[client].extend(faults)
+                methods[name] = suffering(name, methods[name], self._due[client])
+        self._due[client].faults, self._due[client].method = deque(faults), ""
 
     def outlast(self, lease: Lease) -> None:
         until_s = time.monotonic() + lease.ttl_s + WAIT_S

@@ -310,6 +310,7 @@ MAY_PRINT = (
     "engine/api/run.py",
     "engine/bench/",
     "engine/harness/matrix_lane.py",
+    "engine/harness/slow_switch.py",
     "engine/observers/kubeflow.py",  # into the log of its own process
     "engine/runtime/device/torch_probe.py",
     "engine/models/user_code.py",

@@ -450,7 +450,8 @@ def _send_plan(state: CoordinatorState) -> Decided:
         return state, ()
     document = plan_document(known)
     left = left_ns(document.leaving, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
-    document = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
+    if state.job.residuals != "recompute":
+        document = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
     leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
     new = state._replace(planned=number, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
@@ -459,7 +460,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
         outputs.append(tell_all(new, _with_repair(state.job, document)))
-    outputs += told_of_residuals(document)
+    outputs += told_of_residuals(document) if state.job.residuals != "recompute" else []
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
     return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))

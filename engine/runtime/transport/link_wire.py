@@ -179,8 +179,8 @@ class _Passage:
         with contextlib.suppress(OSError, InvariantError):
             while self._pass_on():
                 self._wait()
+        self._far.wire.close()  # first: the peer knows of a reset before the worker acts on it
         self._near.wire.close()
-        self._far.wire.close()
 
     def _pass_on(self) -> bool:
         """Forwards the bytes that are due; returns False once the link is closed."""
