@@ -71,6 +71,7 @@ SAMPLED = (
     *("--stages", "2", "--validate-every", "0"),
 )
 _LOOK_S = 0.002
+_LONG_MS = 100.0
 
 
 def trained(folder: Path, flags: Sequence[str]) -> tuple[RunTables, Path]:
@@ -179,8 +180,9 @@ def main() -> int:
         for forward_ms, flags in TIMED:
             took = ("--set", f"model_args.forward_ms={forward_ms}", "--set", f"model_args.backward_ms={2 * forward_ms}")
             waits, bubble = off_the_dry_run(trained(folder, (*_TIMED, *took, *flags))[0], forward_ms)
-            worst["waits"] = max(worst.get("waits", 0.0), abs(waits))
-            worst["bubbles"] = max(worst.get("bubbles", 0.0), abs(bubble))
+            if forward_ms >= _LONG_MS:  # an action and a hop take up to a millisecond, which the dry run has not
+                worst["waits"] = max(worst.get("waits", 0.0), abs(waits))
+                worst["bubbles"] = max(worst.get("bubbles", 0.0), abs(bubble))
             print(
                 f"dry run    waits {waits:+.2%}, bubbles {bubble:+.2%}  {forward_ms:g} ms {' '.join(flags)}", flush=True
             )
