@@ -37,6 +37,7 @@ _SYSTEMS = ("torchrun", "accelerate", "bamboo")
 _KINDS = ("pause", "kill", "pause", "pause")  # of the strikes of a run
 _BETWEEN, _MORE = 45, 12  # steps from one strike to the next, and at random beyond that
 _STEPS = (_BETWEEN + _MORE) * (len(_KINDS) + 1)
+_FEW = 4  # steps behind a kill
 _FAR_NS, _FAR = 50_000_000, 0.02
 _TIMEOUT_NS = 240 * 10**9
 _OBSERVER = """
@@ -167,14 +168,15 @@ def cases_of(system: str, run: ExternalRun, faults: Sequence[ExternalFault], gro
 def seen_stall(fault: ExternalFault, struck_ns: int, growths: Sequence[Growth]) -> int | None:
     """Returns the longest time without growth until the victim reports again, less a usual step.
 
-    A rank that was killed reports in another file. The files of a job whose launcher reports have no rank.
+    A rank that was killed reports in another file. The files of a job whose launcher reports have no rank: the first
+    report behind a kill may be of a step that had ended, so the longest time of a few steps counts.
     """
     before = [each for each in growths if each.at_ns <= struck_ns]
     old = {each.name for each in before}
     resumed_ns = struck_ns + int(fault.parameters.get("for_ns", 0))
     own = [each for each in growths if each.at_ns > resumed_ns and each.name.startswith(f"{fault.target.rank}-")]
     if not any(each.name.startswith(("0-", "1-")) for each in growths):
-        own = [each for each in growths if each.at_ns > resumed_ns]
+        own = [each for each in growths if each.at_ns > resumed_ns][(_FEW - 1) * (fault.do == "kill") :]
     elif fault.do == "kill":
         own = [each for each in own if each.name not in old]
     if not own or not before:
