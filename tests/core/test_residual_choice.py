@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
 import pytest
 
 from engine.core.action import OP_TABLE, Action, Op, Work
-from engine.core.ownership import Grid
+from engine.core.job.job import Job as RunJob
+from engine.core.ownership import Grid, Slot
 from engine.core.program.dry_run import _Walk
-from engine.core.program.inventory import SavedResiduals
+from engine.core.program.inventory import Inventory, PlanMessage, SavedResiduals, to_json
 from engine.core.program.planner import PlanInput, held_at_start, make_plan
 from engine.core.program.residuals import LATENCY_NS, ships_in
+from engine.core.protocol.residual_choice import with_ships
 from tests.core.recovery_cases import Job, hand_overs, seeded
 
 FORWARD_NS = 10_000_000
@@ -85,3 +88,33 @@ def test_residuals_go_in_order_as_long_as_there_is_time(cases: list[PlanInput]) 
         assert within.ships == given.ships[:count]
         make_plan(within)
     assert chosen(given, "recompute", 1e9).ships == ()
+
+
+@pytest.mark.parametrize("slot", [None, (0, 7)], ids=["no inventory", "a slot that is not there"])
+def test_what_a_leaver_cannot_have_written_ends_no_coordinator(cases: list[PlanInput], slot: Slot | None) -> None:
+    """The workers refuse such a document."""
+    given = max(cases, key=lambda each: len(each.ships))
+    grid, leaver = given.ownership.grid, given.ships[0].giver
+    job = RunJob(stages=grid.stages, microbatches=grid.microbatches, residuals="ship")
+
+    def text_of(held: Inventory) -> str:
+        if held.worker != leaver:
+            return to_json(held)
+        return "all" if slot is None else to_json(replace(held, saved={slot: next(iter(held.saved.values()))}))
+
+    def document(text: Callable[[Inventory], str]) -> PlanMessage:
+        return PlanMessage(
+            epoch=given.epoch,
+            committed=given.committed,
+            members=tuple(held.worker for held in given.inventories),
+            leaving=(leaver,),
+            owners=given.ownership.owners,
+            shadows=given.ownership.shadows,
+            inventories=tuple((held.worker, text(held)) for held in given.inventories),
+        )
+
+    left = {leaver: 1 << 50}
+    right, told = with_ships(document(to_json), job, 1e9, left)
+    assert len(right.ships) == len(given.ships) and len(told) == 2
+    wrong = document(text_of)
+    assert with_ships(wrong, job, 1e9, left) == (wrong, [])

@@ -92,7 +92,7 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
 
 def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Returns the slots that their owners build from a replica of another pipeline, and the stages that are lost."""
-    _refuse_impossible(source)
+    refuse_impossible(source)
     ownership = source.ownership
     whole = {inventory.worker: frozenset(inventory.whole) for inventory in source.inventories}
     adopted = tuple(slot for slot in ownership.grid.slots() if slot not in whole[ownership.owner(*slot)])
@@ -139,7 +139,8 @@ def _repaired(source: PlanInput, base: Baseline, adopted: tuple[Slot, ...], done
     return Repair(rests, adopted, tuple(sorted(done)), _logged(source, done), tuple(sorted(healing_in(source))))
 
 
-def _refuse_impossible(source: PlanInput) -> None:
+def refuse_impossible(source: PlanInput) -> None:
+    """Raises InvariantError if the input is impossible, before anything walks its inventories."""
     grid, members = source.ownership.grid, [inventory.worker for inventory in source.inventories]
     if members != sorted(set(members)):
         raise InvariantError(f"expected one inventory of each member, in order, found {members}")
@@ -156,7 +157,8 @@ def _refuse_impossible(source: PlanInput) -> None:
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
         runs = [(pipeline, stage, last) for _, pipeline, stage, of in inventory.values.lines() for _, last in of]
         slots = (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added, *inventory.saved)
-        if not all(grid.has(*each) for each in (*slots, *runs)):
+        offers = [(*slot, saved.first + len(saved.sizes) - 1) for slot, saved in inventory.saved.items()]
+        if not all(grid.has(*each) for each in (*slots, *runs, *offers)):
             raise InvariantError(f"worker {inventory.worker} holds what no step of {grid} has")
 
 

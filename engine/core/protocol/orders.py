@@ -70,7 +70,7 @@ from engine.core.protocol.inputs_outputs import (
     Write,
 )
 from engine.core.protocol.membership import is_ignored, plan_document, step
-from engine.core.protocol.residual_choice import left_ns, told_of_residuals, with_ships
+from engine.core.protocol.residual_choice import left_ns, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
 from engine.core.protocol.worker_times import bytes_per_s
@@ -450,8 +450,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
         return state, ()
     document = plan_document(known)
     left = left_ns(document.leaving, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
-    if state.job.residuals != "recompute":
-        document = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
+    document, told = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
     leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
     new = state._replace(planned=number, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
@@ -460,10 +459,9 @@ def _send_plan(state: CoordinatorState) -> Decided:
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
         outputs.append(tell_all(new, _with_repair(state.job, document)))
-    outputs += told_of_residuals(document) if state.job.residuals != "recompute" else []
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
-    return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
+    return new, (*outputs, *told, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
 
 
 _MOST_OF_PLAN = 4 * MAX_BYTES  # programs and inventories take less than a quarter when they are compressed

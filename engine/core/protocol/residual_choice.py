@@ -6,14 +6,16 @@ host of the coordinator chooses, because it knows the time that a worker has lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from engine.core.errors import InvariantError
 from engine.core.history.run_records import ResidualsRecord
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership
-from engine.core.program.inventory import Inventory, PlanMessage, from_json
-from engine.core.program.residuals import Ship, ships_in
+from engine.core.program.inventory import PlanMessage, from_json
+from engine.core.program.planner import PlanInput, refuse_impossible
+from engine.core.program.residuals import ships_in
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Write
 from engine.core.protocol.rebalancing import departure_ns
 from engine.core.texts import counted, size_text
@@ -29,34 +31,30 @@ def left_ns(
     return {worker: max(0, deadlines_ns.get(worker, 0) - ns) * 4 // 5 for worker, ns in spare_ns.items()}
 
 
-def with_ships(document: PlanMessage, job: Job, bytes_per_s: float, left: Mapping[int, int]) -> PlanMessage:
-    """Returns the document with the residuals that workers are to send; those that leave have so many ns left."""
-    if not any(held.saved for held in _offers(document)):
-        return document
-    inventories = [from_json(text) for _, text in document.inventories]
-    ownership = Ownership(job.grid, document.owners, document.shadows)
-    ships = ships_in(ownership, document.committed + 1, inventories, job.residuals, bytes_per_s, left)
-    return replace(document, ships=tuple((ship.giver, *ship.slot, ship.microbatch) for ship in ships))
+def with_ships(
+    document: PlanMessage, job: Job, bytes_per_s: float, left: Mapping[int, int]
+) -> tuple[PlanMessage, list[CoordinatorOutput]]:
+    """Returns the document with the residuals that workers are to send, and the records and lines about them.
 
-
-def _offers(document: PlanMessage) -> Iterator[Inventory]:
-    """Yields the inventories of leaving workers that say something about residuals."""
-    for worker, text in document.inventories:
-        if worker in document.leaving and ((held := from_json(text)).saved or held.stuck):
-            yield held
-
-
-def told_of_residuals(document: PlanMessage) -> list[CoordinatorOutput]:
-    """Returns the records and the lines about residuals that are sent, and about those that cannot be."""
-    ships, outputs = [Ship(*each) for each in document.ships], list[CoordinatorOutput]()
-    for held in _offers(document):
+    Those that leave have so many ns left. A document that cannot be stays as it is: the workers refuse it.
+    """
+    if job.residuals == "recompute":
+        return document, []
+    ownership, committed = Ownership(job.grid, document.owners, document.shadows), document.committed
+    try:
+        inventories = tuple(from_json(text) for _, text in document.inventories)
+        refuse_impossible(PlanInput(document.epoch, committed, ownership, inventories))
+    except InvariantError:
+        return document, []
+    offers = [held for held in inventories if held.worker in document.leaving and (held.saved or held.stuck)]
+    ships = ships_in(ownership, committed + 1, inventories, job.residuals, bytes_per_s, left) if offers else ()
+    outputs: list[CoordinatorOutput] = []
+    for held in offers:
         mine = [ship for ship in ships if ship.giver == held.worker]
         num_bytes = sum(held.saved[ship.slot].bytes_of(ship.microbatch) for ship in mine)
         sent = tuple(str(ship.action) for ship in mine)
-        outputs.append(
-            Write(ResidualsRecord(epoch=document.epoch, of=held.worker, sent=sent, bytes=num_bytes, stuck=held.stuck))
-        )
+        record = ResidualsRecord(epoch=document.epoch, of=held.worker, sent=sent, bytes=num_bytes, stuck=held.stuck)
         text = f"sends {counted(len(mine), 'residual')} to its successors, {size_text(num_bytes)}"
         why = f"; other forwards are run again: {held.stuck}" if held.stuck else ""
-        outputs.append(Note(f"worker {held.worker} {text if mine else 'sends no residual'}{why}"))
-    return outputs
+        outputs += [Write(record), Note(f"worker {held.worker} {text if mine else 'sends no residual'}{why}")]
+    return replace(document, ships=tuple((ship.giver, *ship.slot, ship.microbatch) for ship in ships)), outputs
