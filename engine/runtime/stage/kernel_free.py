@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from engine.runtime.device.action_clock import OperationMode
 
 _OF_A_NUMBER = 16  # bytes, at most
 
@@ -22,17 +23,12 @@ class ContentNeededError(Exception):
     """A forward needs the content of a tensor; the text says which op."""
 
 
-class KernelFree(TorchDispatchMode):
+class KernelFree(OperationMode):
     """While it is entered, ops run no kernel; an op that needs the content of a tensor raises ContentNeededError."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[torch.UntypedStorage] = []  # small ones, so that no other gets their address
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keeps torch's compiler out of each op."""
-        return False
 
     def is_number(self, tensor: Tensor) -> bool:
         """Says whether the content of this tensor is that of a real forward: a single number that the code names."""

@@ -4,8 +4,8 @@
     successor   the same layers with tensors of no content: a graph of the same form <- the saved tensors
 
 So a usual step pays nothing, and what was forwarded before the notice travels as well. The successor runs no kernel of
-the forward (`kernel_free.py`). The backward
-then is the one that the leaver would have run, by the same kernels, with the weights of the successor.
+the forward (`kernel_free.py`). The backward then is the one that the leaver would have run, by the same kernels, with
+the weights of the successor.
 
 Rules: the leaver first makes such a graph itself and compares: names and numbers of all nodes, their edges, and where
 tensors are saved. A forward that reads a value (`item`, a branch on data), a function with a backward of its own and
