@@ -21,11 +21,10 @@ from typing import Protocol
 from engine.core.errors import Problem
 from engine.core.faults.external import ExternalFault, ExternalScenario
 from engine.core.texts import counted, numbered
-from engine.external.processes import JobProcess
+from engine.external.processes import JobProcess, tcp_connections
 
 _MOST_FREE_BYTES = 1 << 30  # of a file system that is filled: a larger one is nobody's test disk
 _LENT = "BAMBOO_CGROUP"  # names a cgroup in which groups of bamboo's own may be made
-_ESTABLISHED = "01"
 _SS_S = 10.0
 
 
@@ -184,23 +183,10 @@ def cut(victims: Sequence[JobProcess]) -> CutEdge | str:
 
 def _edges(one: int, other: int) -> set[tuple[str, str]]:
     """Returns the connections between two processes, as the address and port of either side."""
-    ours, theirs = _connections(one), _connections(other)
+    ours, theirs = (
+        {(_address(each.local), _address(each.remote)) for each in tcp_connections(pid)} for pid in (one, other)
+    )
     return {(local, remote) for local, remote in ours if (remote, local) in theirs}
-
-
-def _connections(pid: int) -> set[tuple[str, str]]:
-    """Returns the connections of a process as its own address and the other one; none behind its end."""
-    inodes, connections = set[str](), set[tuple[str, str]]()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                inodes.add(os.readlink(entry.path))
-        for table in sorted(Path(f"/proc/{pid}/net").glob("tcp*")):  # tcp6 is not everywhere
-            for line in table.read_text().splitlines()[1:]:
-                _, local, remote, state, *rest = line.split()
-                if state == _ESTABLISHED and f"socket:[{rest[5]}]" in inodes:
-                    connections.add((_address(local), _address(remote)))
-    return connections
 
 
 def _address(text: str) -> str:

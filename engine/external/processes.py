@@ -13,6 +13,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.core.checks.silence import RankSign
 from engine.core.faults.launchers import Launcher
@@ -59,7 +60,7 @@ class JobProcess:
     def sign(self, step: int) -> RankSign | None:
         """Returns what the kernel shows of it now, beside its newest step; None behind its end."""
         fields = _read(self.pid, "stat").rpartition(")")[2].split()
-        unread = _unread_bytes(self.pid)
+        unread = sum(each.unread for each in tcp_connections(self.pid))
         if len(fields) < 20 or self.has_ended:
             return None
         return RankSign(self.pid, (int(fields[11]) + int(fields[12])) * _TICK_NS, fields[0], unread, step)
@@ -197,18 +198,23 @@ def _environment(pid: int) -> list[str]:
     return _read(pid, "environ").split("\0")
 
 
-def _unread_bytes(pid: int) -> int:
-    """Returns the bytes that have come over TCP and that a process has not read yet."""
-    waiting = dict[str, int]()
-    for family in ("tcp", "tcp6"):
-        for line in _read(pid, f"net/{family}").splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _ESTABLISHED and (unread := int(fields[4].partition(":")[2], 16)):
-                waiting[fields[9]] = unread
-    sockets = (
-        {name for fd in _names(f"/proc/{pid}/fd") if (name := _link(f"/proc/{pid}/fd/{fd}"))} if waiting else set()
-    )
-    return sum(unread for inode, unread in waiting.items() if f"socket:[{inode}]" in sockets)
+class TcpConnection(NamedTuple):
+    """An established connection, with both addresses as the kernel writes them, and the bytes not read yet."""
+
+    local: str
+    remote: str
+    unread: int
+
+
+def tcp_connections(pid: int) -> list[TcpConnection]:
+    """Returns the connections of a process; none behind its end, or of another user."""
+    sockets = {_link(f"/proc/{pid}/fd/{fd}") for fd in _names(f"/proc/{pid}/fd")}
+    lines = (line.split() for table in ("tcp", "tcp6") for line in _read(pid, f"net/{table}").splitlines()[1:])
+    return [
+        TcpConnection(fields[1], fields[2], int(fields[4].partition(":")[2], 16))
+        for fields in lines
+        if fields[3] == _ESTABLISHED and f"socket:[{fields[9]}]" in sockets
+    ]
 
 
 def _names(folder: str) -> list[str]:
