@@ -177,6 +177,8 @@ class EtcdCalls:
             if answer.error is None:
                 self._turn, self._has_lost = self._settings.endpoints.index(answer.endpoint), False
                 return answer.reply, num_sent > 1
+            if not isinstance(answer.error, grpc.RpcError):
+                raise answer.error
             self._judge(answer.error, answer.endpoint)
             self._has_lost = True
             if time.monotonic() + PAUSE_S >= until_s:
@@ -200,7 +202,7 @@ class EtcdCalls:
         try:
             connection = self._connect(endpoint)
             reply = connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
-        except (grpc.RpcError, ValueError) as error:  # ValueError: closed meanwhile, as another one has answered
+        except Exception as error:  # the caller raises what is no error of gRPC; without an answer it would wait
             came.put(_Answer(endpoint, error=error))
             return
         _measure(time.monotonic() - began_s)
