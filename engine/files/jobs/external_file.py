@@ -96,8 +96,7 @@ def _launcher(reading: Reading, name: str, words: Sequence[str]) -> Launcher:
     """Returns a known launcher, or that of an installed package, whose code runs for its name only."""
     if name == ANY or name in LAUNCHERS:
         return LAUNCHERS.get(name) or launcher_of(words)
-    names = [ANY, *LAUNCHERS, *sorted(entry_points(group=LAUNCHERS_GROUP).names)]
-    hint = nearest(name, names) or f"a package adds one by an entry point of the group {LAUNCHERS_GROUP}"
+    hint = ""
     for point in entry_points(group=LAUNCHERS_GROUP, name=name):
         try:
             launcher = point.load()
@@ -107,6 +106,8 @@ def _launcher(reading: Reading, name: str, words: Sequence[str]) -> Launcher:
         hint = _wrong_pattern(launcher) if isinstance(launcher, Launcher) else f"{point.value} is no bamboo.Launcher"
         if not hint:
             return replace(launcher, name=name)
+    names = [ANY, *LAUNCHERS, *sorted(entry_points(group=LAUNCHERS_GROUP).names)]
+    hint = hint or nearest(name, names) or f"a package adds one by an entry point of the group {LAUNCHERS_GROUP}"
     reading.refuse(("launcher",), f"one of {', '.join(names)}", repr(name), hint)
     return PLAIN
 
