@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.core.history.run_records import FinishedRecord, KeptRecord
+from engine.core.history.run_records import FinishedRecord, KeptRecord, TensorsRecord
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, WorkerBytes, worker_bytes
 from engine.core.job.partition import fresh_ownership, shadowed
@@ -20,6 +20,7 @@ from engine.runtime.agent.session import run_session
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.process.thread_server import ThreadServer
 from engine.runtime.worker.executor import Executor
+from tests.kills import parse_kills
 from tests.runtime.small_jobs import NORMED
 from tests.runtime.thread_runs import with_store_double
 
@@ -117,3 +118,17 @@ def test_the_model_predicts_the_tensors_of_each_worker(
     assert bool(kept) is bool(times)
     for size in kept:  # with the headers of files
         assert copies <= times * size <= 1.2 * copies
+
+
+def test_a_step_that_begins_again_is_not_counted_and_the_next_one_is(tmp_path: Path) -> None:
+    """The others wait for its replay, and a count takes time."""
+    job = replace(GPT, redundancy="lazy", steps=5)
+    with ThreadServer() as server, with_store_double():
+        ending = run_session(
+            job, tmp_path / "events.jsonl", tmp_path, server=server, faults=parse_kills(["2:1:B:1"], job)
+        )
+    assert (ending.outcome, ending.error) == ("finished", None)
+    records = [*read_history(tmp_path / "events.jsonl").in_epochs(TensorsRecord)]
+    last = max(epoch for epoch, _ in records)
+    assert min(record.step for epoch, record in records if epoch == last) == 3
+    assert last > min(epoch for epoch, _ in records)
