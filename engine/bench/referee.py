@@ -66,6 +66,7 @@ SYSTEMS = {
         (*_OWN_STORE, "nvidia_resiliency_ext.fault_tolerance.launcher", *_NVRX),
         "ddp_job.py",
     ),
+    "nvrx-inprocess": System("nvidia-resiliency-ext", "nvrx-inprocess", _PYTHON, "nvrx_job.py"),
     "deepspeed": System(
         "deepspeed",
         "deepspeed",
@@ -135,9 +136,8 @@ def referee_rows(
     """
     for name in systems:
         system = SYSTEMS[name]
-        try:
-            release = version(system.package)
-        except PackageNotFoundError:
+        release = _version(system.package) or _version(f"{system.package}-nightly")
+        if not release:
             why = f"not installed: pip install {system.package}"
             yield RefereeRow(name, "", "", "not run", why=why, command=_told(system))
             continue
@@ -218,6 +218,14 @@ class _Rows:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error: " in line]
         return "".join((errors or lines)[-1:])[:_MOST_REASON]
+
+
+def _version(package: str) -> str:
+    """Returns the version of a package, empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _scenario(name: str, system: System) -> ExternalScenario:

@@ -83,6 +83,8 @@ def learn(paths: Iterable[Path]) -> LearnedScenario:
             data = path.read_bytes()
         except OSError as error:
             raise StorageError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        if path.name == "events.jsonl" and re.match(rb'\{"event":"[A-Z]', data):
+            raise NothingMatchedError(f"{str(path)!r} is of a job of another launcher", "name its logs/command.log")
         if path.name == "events.jsonl" and (own := _own(path)) is not None:
             return own
         dump = _dump(data, path)

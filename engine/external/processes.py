@@ -134,13 +134,15 @@ class JobProcesses:
         return self.alive.get(pid)
 
     def take_rank(self, pid: int, rank: int) -> JobProcess | None:
-        """Takes a process that reports as a rank for one, if no environment said so; returns it if it is new."""
+        """Takes a process that reports as a rank for it, if no environment said so; returns it if it was not before."""
         process = self.alive.get(pid)
-        if process is None or process.rank is not None or rank < 0:
+        if process is None or process.number is not None or process.rank == rank or rank < 0:
             return None
         known = self.rank(rank)
         if known is not None and known.number is not None:
             return None
+        if process.rank is not None and self.ranks.get(process.rank) is process:  # its launcher counts ranks anew
+            del self.ranks[process.rank]
         process.rank, self.ranks[rank] = rank, process
         return process
 

@@ -304,15 +304,19 @@ class Referee:
         before, self._files = self._files, files
         return before is not None and any(before.get(path) != state for path, state in files.items())
 
-    def _note_begun(self, process: JobProcess) -> None:
+    def _note_begun(self, process: JobProcess, reported_ns: int = 0) -> None:
+        """Notes that a rank has begun; one that stood by while the rank before it lived begins with its report."""
         rank = process.rank or 0
         self._begun[rank] = self._begun.get(rank, 0) + 1
-        self._note(RankBegan(max(process.began_ns, self._view.started_ns), rank, process.pid))
+        ended = (each.at_ns for each in self.events if isinstance(each, RankEnded) and each.rank == rank)
+        stood_by = reported_ns and process.began_ns < max(ended, default=0)
+        begin_ns = reported_ns if stood_by else max(process.began_ns, self._view.started_ns)
+        self._note(RankBegan(begin_ns, rank, process.pid))
 
     def _note_step(self, report: StepReport) -> None:
         pid = int(report.process) if report.process.isdecimal() else 0
         if report.rank is not None and (taken := self._processes.take_rank(pid, report.rank)) is not None:
-            self._note_begun(taken)
+            self._note_begun(taken, report.at_ns)
         known = self._processes.alive.get(pid)
         if known is not None and known.rank is not None:  # its launcher may count ranks otherwise
             report = report._replace(rank=known.rank)
@@ -338,7 +342,8 @@ class Referee:
         self._hear(line)
         launcher = self._scenario.launcher
         if is_notice(launcher, line):
-            self._note(LauncherLine(at_ns, line[:500], self._blamed_rank(blamed(launcher, line) or {})))
+            for numbers in blamed(launcher, line) or [{}]:
+                self._note(LauncherLine(at_ns, line[:500], self._blamed_rank(numbers)))
 
     def _blamed_rank(self, numbers: Mapping[str, int]) -> int | None:
         """Returns the rank that a line of the launcher blames, by the pid that it names if there is one."""

@@ -114,16 +114,16 @@ def test_a_command_names_its_launcher_and_its_ranks(command: str, name: str, num
 
 def test_ranks_are_read_from_the_environment() -> None:
     assert TORCHRUN.rank_of({"RANK": "3", "LOCAL_RANK": "1"}) == 3
-    assert TORCHRUN.rank_of({"SLURM_PROCID": "2"}) == 2
+    assert TORCHRUN.rank_of({"SLURM_PROCID": "2"}) == 2 and TORCHRUN.rank_of({"LOCAL_RANK": "1"}) == 1
     assert TORCHRUN.rank_of({"RANK": "x"}) is None and TORCHRUN.rank_of({}) is None
     assert LAUNCHERS["torchft"].rank_of({"RANK": "1", "WORLD_SIZE": "2", "REPLICA_GROUP_ID": "3"}) == 7
 
 
 def test_torchrun_blames_by_pid() -> None:
     line = "E1127 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 6140) of binary: python"
-    assert blamed(TORCHRUN, line) == {"local_rank": 1, "pid": 6140} and is_notice(TORCHRUN, line)
+    assert blamed(TORCHRUN, line) == [{"local_rank": 1, "pid": 6140}] and is_notice(TORCHRUN, line)
     assert is_notice(TORCHRUN, "W1127 api.py:1028] Sending process 6139 closing signal SIGTERM")
-    assert blamed(TORCHRUN, "rank=1 step=3") is None and not is_notice(PLAIN, line)
+    assert not blamed(TORCHRUN, "rank=1 step=3") and not is_notice(PLAIN, line)
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,27 @@ def test_torchrun_blames_by_pid() -> None:
         (
             "nvrx",
             "[ERROR] [ft_launcher31807@vm] failed (exitcode: -9) local_rank: 1 (pid: 31947) of binary: python",
-            {"local_rank": 1, "pid": 31947},
+            [{"local_rank": 1, "pid": 31947}],
         ),
-        ("ray", "\x1b[36m(TrainController pid=32477)\x1b[0m [Rank 1 Error Snippet]:", {"rank": 1}),
+        (
+            "nvrx-inprocess",
+            "WARNING:nvidia_resiliency_ext.inprocess.wrap:rank=0 term_ex: RankShouldRestart('Interruption.EXCEPTION on "
+            "ranks={0}, Interruption.TERMINATED on ranks={1, 3}')",
+            [{"rank": 1}, {"rank": 3}],
+        ),
+        ("ray", "\x1b[36m(TrainController pid=32477)\x1b[0m [Rank 1 Error Snippet]:", [{"rank": 1}]),
         (
             "deepspeed",
             "[2026-11-28 04:20:23,422] [INFO] [launch.py:253:sigkill_handler] Killing subprocess 12233",
-            None,
+            [],
         ),
-        ("bamboo", "worker 1 was ended by SIGKILL after 1F1 of step 51; worker 0 took over stage 1", {"rank": 1}),
-        ("bamboo", "worker 1 has been silent for 10.2 s and is put out; worker 0 takes over", {"rank": 1}),
-        ("bamboo", "worker 1 hands over at the boundary after step 51 or a few later", {"rank": 1}),
-        ("bamboo", "step 52/120  loss 1.9293  no step for 4 s: waiting for worker 1, silent for 5 s", None),
+        ("bamboo", "worker 1 was ended by SIGKILL after 1F1 of step 51; worker 0 took over stage 1", [{"rank": 1}]),
+        ("bamboo", "worker 1 has been silent for 10.2 s and is put out; worker 0 takes over", [{"rank": 1}]),
+        ("bamboo", "worker 1 hands over at the boundary after step 51 or a few later", [{"rank": 1}]),
+        ("bamboo", "step 52/120  loss 1.9293  no step for 4 s: waiting for worker 1, silent for 5 s", []),
     ],
 )
-def test_words_of_launchers_as_they_wrote_them(name: str, line: str, numbers: dict[str, int] | None) -> None:
+def test_words_of_launchers_as_they_wrote_them(name: str, line: str, numbers: list[dict[str, int]]) -> None:
     assert blamed(LAUNCHERS[name], line) == numbers
     assert is_notice(LAUNCHERS[name], line) or name == "bamboo"
 

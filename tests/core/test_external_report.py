@@ -185,6 +185,20 @@ def test_survivors_that_go_on_lose_nothing() -> None:
     assert recovery.lost_steps == 0
 
 
+def test_survivors_that_begin_again_without_an_end_lose_the_steps_that_they_do_again() -> None:
+    """As with NVRx in the process: rank 0 goes back to step 3, and a process that stood by reports as rank 1."""
+    events = [
+        *steps({0: 1, 1: 2}, range(6), 100),
+        StrikeMade(610 * MS, "first", (1,), (2,)),
+        RankEnded(611 * MS, 1, 2),
+        RankBegan(1301 * MS, 1, 3),  # with its first report
+        *steps({0: 1, 1: 3}, range(3, 12), 1300),
+        CommandEnded(4000 * MS, 0),
+    ]
+    (recovery,) = ExternalRun(events).recoveries()
+    assert recovery.lost_steps == 3 and recovery.resume_ns == 1300 * MS
+
+
 def test_an_interrupted_run_decides_nothing() -> None:
     events = [each for each in restarted().events if each.at_ns < 650 * MS]
     run = ExternalRun([*events, CommandEnded(660 * MS, 2, "interrupt")], None)

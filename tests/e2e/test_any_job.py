@@ -172,3 +172,43 @@ def test_a_launcher_of_a_package_of_the_user_has_its_ranks_steps_and_blame(launc
     (recovery,) = run["recoveries"]
     assert recovery["struck"] == recovery["blamed"] == recovery["ended"] == [2, 3]
     assert recovery["step"] >= 25 and recovery["lost_steps"] > 0
+
+
+IN_PROCESS = """
+import os, subprocess, sys, time
+import bamboo
+
+def train(first):
+    for step in range(first, 60):
+        time.sleep(0.02)
+        bamboo.progress(step)
+
+if "RANK" not in os.environ:
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], stdin=-1, env={**os.environ, "RANK": each}) for each in "01"]
+    ranks[0].wait()
+    ranks[1].communicate(b"!")
+elif os.environ["RANK"] == "0":
+    train(0)
+else:
+    sys.stdin.read()  # it stands by
+    print("rank=1 term_ex: RankShouldRestart('Interruption.TERMINATED on ranks={0}')", flush=True)
+    os.environ["RANK"] = "0"  # as NVRx does
+    train(20)
+"""
+
+
+def test_a_process_that_stood_by_becomes_the_rank_that_it_reports(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(IN_PROCESS)
+    (tmp_path / "kill.yaml").write_text(
+        HEAD.replace("torchrun", "nvrx-inprocess") + "faults:\n  - {at: {step: 25}, target: {rank: 0}, do: kill}\n"
+        "expect: {culprit: exact, leftovers: none}\n"
+    )
+    done = launch(
+        "inject", str(tmp_path / "kill.yaml"), "--json", "--", sys.executable, str(tmp_path / "job.py")
+    ).wait()
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
+    (recovery,) = run["recoveries"]
+    assert recovery["struck"] == recovery["blamed"] == recovery["ended"] == [0]
+    assert recovery["lost_steps"] == recovery["step"] - 19
+    assert recovery["phases_ms"].keys() == {"still", "notice", "end", "begin", "step"}

@@ -158,6 +158,12 @@ def test_logs_without_a_failure_are_refused(tmp_path: Path) -> None:
         learn([tmp_path / "none"])
 
 
+def test_events_of_a_job_of_another_launcher_name_its_log(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event":"RankBegan","at_ns":1,"rank":0,"pid":2,"chain":""}\n')
+    with pytest.raises(NothingMatchedError, match=r"name its logs/command\.log"):
+        learn([tmp_path / "events.jsonl"])
+
+
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log")
     with pytest.raises(StorageError, match="it is not a regular file"):

@@ -259,7 +259,7 @@ class _Group:
             since_ns = strike.at_ns + strike.for_ns
             if rank in self.ended:
                 since_ns = max((each.at_ns for each in begins if each.rank == rank), default=self._until_ns)
-            own = (each.at_ns for each in reports if each.rank in (rank, None) and each.at_ns > since_ns)
+            own = (each.at_ns for each in reports if each.rank in (rank, None) and each.at_ns >= since_ns)
             times.append(next((at_ns for at_ns in own if at_ns > strike.at_ns), None))
         return max((at_ns for at_ns in times if at_ns is not None), default=None) if None not in times else None
 
@@ -333,13 +333,16 @@ class _Group:
         return int(median(steps)) if steps else None
 
     def _lost(self, before: Sequence[StepReport]) -> int:
-        """Returns the steps that are done again; none if a process that survived goes on behind the newest one."""
-        newest = max((each.step for each in before), default=-1)
+        """Returns the steps that are done again; none if a process that survived goes on behind its newest one."""
+        newest: dict[str, int] = {}  # process -> step
+        for report in before:
+            newest[report.process] = max(report.step, newest.get(report.process, -1))
         after = [each for each in self._reports if self.resume_ns is not None and each.at_ns >= self.resume_ns]
-        old = {each.process for each in before}
-        if not after or any(each.process in old and each.process for each in after):
+        firsts = {each.process: each.step for each in reversed(after)}
+        if not after or any(step > newest.get(process, step) for process, step in firsts.items() if process):
             return 0
-        return max(0, newest - min(each.step for each in after[: USUAL * (len(old) or 1)]) + 1)
+        again = min(each.step for each in after[: USUAL * (len(newest) or 1)])
+        return max(0, max(newest.values(), default=-1) - again + 1)
 
 
 # The checks of a run.

@@ -18,14 +18,14 @@ class Launcher:
     `programs` name it in a command, as programs or modules. The first of `variables` that is in the environment of a
     process is its rank; with `group`, the rank counts the ranks of the groups before. Where none is, the `title` that
     the kernel shows may have the rank. `root_rank` is that of the command itself where nothing says one. `num_ranks`
-    finds their number in the command. `blame` has a group (?P<rank>...), or local_rank or pid; a line that it fits is
-    the launcher's first notice too, as is one that `notice` fits. `progress` finds steps in the output, with a group
-    (?P<step>...), where a scenario says nothing else.
+    finds their number in the command. `blame` has a group (?P<rank>...), or local_rank or pid, or ranks for several; a
+    line that it fits is the launcher's first notice too, as is one that `notice` fits. `progress` finds steps in the
+    output, with a group (?P<step>...), where a scenario says nothing else.
     """
 
     name: str
     programs: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    variables: tuple[str, ...] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
     group: str = ""
     title: str = ""
     root_rank: int | None = None
@@ -79,6 +79,13 @@ LAUNCHERS = {
         replace(_TORCHRUN, name="torchft", programs=("torchft",), group="REPLICA_GROUP_ID"),
         _TORCHRUN,
         replace(_TORCHRUN, name="nvrx", programs=("ft_launcher", "nvidia_resiliency_ext.fault_tolerance.launcher")),
+        # `inprocess.Wrapper` numbers the processes anew in each restart, so a rank is whoever reports as it.
+        Launcher(
+            "nvrx-inprocess",
+            variables=(),
+            blame=r"Interruption\.(?!EXCEPTION)\w+ on ranks=\{(?P<ranks>[\d, ]+)\}",
+            notice=r"nvidia_resiliency_ext\.inprocess\.wrap:rank=\d+ (?:fn|term)_ex: ",
+        ),
         replace(
             _TORCHRUN,
             name="accelerate",
@@ -127,10 +134,13 @@ def launcher_of(words: Sequence[str]) -> Launcher:
     return next(named, PLAIN)
 
 
-def blamed(launcher: Launcher, line: str) -> dict[str, int] | None:
-    """Returns the numbers by which a line of output blames a process, such as its pid; None if it blames none."""
+def blamed(launcher: Launcher, line: str) -> list[dict[str, int]]:
+    """Returns, for each process that a line of output blames, the numbers that it has there, such as its pid."""
     match = re.search(launcher.blame, line) if launcher.blame else None
-    return None if match is None else {name: int(text) for name, text in match.groupdict().items() if text}
+    groups = {} if match is None else {name: text for name, text in match.groupdict().items() if text}
+    if ranks := groups.get("ranks"):
+        return [{"rank": int(number)} for number in re.findall(r"\d+", ranks)]
+    return [{name: int(text) for name, text in groups.items()}] if groups else []
 
 
 def is_notice(launcher: Launcher, line: str) -> bool:

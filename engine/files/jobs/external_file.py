@@ -114,7 +114,7 @@ def _launcher(reading: Reading, name: str, words: Sequence[str]) -> Launcher:
 
 def _wrong_pattern(launcher: Launcher) -> str:
     """Returns which pattern of a user's launcher cannot be searched, and why; empty if all can."""
-    groups = {"blame": {"rank", "local_rank", "pid"}, "progress": {"step"}}
+    groups = {"blame": {"rank", "ranks", "local_rank", "pid"}, "progress": {"step"}}
     for name in ("title", "num_ranks", "several_hosts", "blame", "notice", "progress"):
         pattern = getattr(launcher, name)
         if wrong := pattern_error(pattern):

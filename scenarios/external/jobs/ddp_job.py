@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import bamboo
 
 
-def main(path: Path) -> None:
-    """Trains from the checkpoint, if there is one."""
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=job_model.TIMEOUT_S))
+def train(path: Path) -> None:
+    """Trains from the checkpoint, if there is one, and ends the process group."""
     rank, first = distributed.get_rank(), 0
     model = DistributedDataParallel(job_model.model())
     optimizer = job_model.optimizer(model)
@@ -41,4 +40,5 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) / "checkpoints/state.pt")
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=job_model.TIMEOUT_S))
+    train(Path(sys.argv[1]) / "checkpoints/state.pt")

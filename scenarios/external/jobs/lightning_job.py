@@ -46,7 +46,7 @@ class Batches:
 
 
 class Module(lightning.LightningModule):
-    """The model, its loss and its reports."""
+    """The model and its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,18 +54,24 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         """Returns the loss."""
-        self.samples, inputs, targets = batch
+        _, inputs, targets = batch
         return nn.functional.mse_loss(self.model(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns the optimizer."""
         return job_model.optimizer(self.model)
 
-    def on_train_batch_end(self, outputs: dict[str, Tensor], batch: object, index: int) -> None:
+
+class Reports(lightning.Callback):
+    """The reports of steps; as a callback they come before the checkpoint of the step."""
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: Module, outputs: dict[str, Tensor], batch: list[Tensor], index: int
+    ) -> None:
         """Reports the step."""
-        step = self.global_step - 1
-        bamboo.progress(step, loss=outputs["loss"], samples=self.samples)
-        bamboo.fingerprint(self.model, self.optimizers().optimizer, step=step, every=10, sample=None)
+        step = trainer.global_step - 1
+        bamboo.progress(step, loss=outputs["loss"], samples=batch[0])
+        bamboo.fingerprint(module.model, trainer.optimizers[0], step=step, every=10, sample=None)
 
 
 def main(folder: Path) -> None:
@@ -81,7 +87,7 @@ def main(folder: Path) -> None:
         strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=job_model.TIMEOUT_S)),
         max_steps=job_model.STEPS,
         max_epochs=-1,
-        callbacks=[keep],
+        callbacks=[Reports(), keep],
         logger=False,
         use_distributed_sampler=False,
         enable_progress_bar=False,
