@@ -41,7 +41,7 @@ _BENCHMARKS = {
     ),
     "launch": (
         "runs.launch_cases",
-        "Time from the command to the end of the first optimizer step, against torchrun, and transformers alone.",
+        "Time from the command to the end of the first optimizer step, against torchrun, and against transformers.",
     ),
     "links": (
         "hops.link_cases",
@@ -95,7 +95,7 @@ _BENCHMARKS = {
     ),
     "handover": (
         "handover.handover_cases",
-        "Cost of a SIGTERM with enough grace, and of a step with one worker less, against theory and fixed limits.",
+        "Cost of a SIGTERM with enough grace, and of a step with one worker fewer, against theory and fixed limits.",
     ),
 }
 

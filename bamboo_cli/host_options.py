@@ -68,6 +68,7 @@ def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, st
 
 
 _PANEL = "Several hosts"
+_LEASE = "Lifetime of a host's lease in etcd: a host that does not renew it in time is lost."
 
 Settings = Annotated[
     list[str] | None,
@@ -119,9 +120,7 @@ TrustedNetwork = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-LeaseSeconds = Annotated[
-    int, typer.Option("--lease", metavar="SECONDS", help="Lifetime of a host's lease.", rich_help_panel=_PANEL)
-]
+LeaseSeconds = Annotated[int, typer.Option("--lease", metavar="SECONDS", help=_LEASE, rich_help_panel=_PANEL)]
 HostsWithin = Annotated[
     float,
     typer.Option(
@@ -161,9 +160,7 @@ BedHosts = Annotated[
         rich_help_panel=_BED,
     ),
 ]
-BedLease = Annotated[
-    int, typer.Option("--lease", metavar="SECONDS", help="Lifetime of a host's lease.", rich_help_panel=_BED)
-]
+BedLease = Annotated[int, typer.Option("--lease", metavar="SECONDS", help=_LEASE, rich_help_panel=_BED)]
 
 
 def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> list[Problem]:

@@ -53,7 +53,7 @@ def init(
 ) -> None:
     """Write a starter job, scenario and matrix; with --ci also a workflow. Existing files are kept.
 
-    With --command it is one scenario for the job of another launcher, which fails if training stalls beyond --limit.
+    With --command: one scenario for another launcher's job. It fails if training stalls for longer than --limit.
     """
     from engine.files.jobs.starter import command_starter, starter, write_new
 

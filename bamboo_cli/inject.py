@@ -56,7 +56,7 @@ _Command = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="-- COMMAND",
-        help="the command that starts the job of another launcher, such as -- torchrun train.py",
+        help="the command that starts another launcher's job, such as -- torchrun train.py",
         show_default=False,
     ),
 ]
@@ -84,7 +84,7 @@ _Pid = Annotated[
     typer.Option(
         "--attach",
         metavar="PID",
-        help="Strike the job of another launcher that runs below this process, and leave it running.",
+        help="Strike another launcher's job that is already running below process PID; bamboo does not end it.",
         show_default=False,
         min=0,
     ),

@@ -44,10 +44,10 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="auto|latest|RUN|DIR[@STEP]",
-        help="auto: resume this job from its newest good checkpoint, or start it if there is none: one command for "
-        "the first start and every restart. Otherwise resume from a run (RUN, or latest: the newest with a "
-        "checkpoint), or from a checkpoint folder or URL, with the job of the checkpoint. STEP: by default the newest "
-        "good checkpoint. Stages, schedule, redundancy, workers and the like may change.",
+        help="auto: resume this job from its newest good checkpoint, or start it if there is none (one command for "
+        "the first start and every restart). RUN, latest (the newest run with a checkpoint), or a checkpoint folder "
+        "or URL: resume the job of that checkpoint, at STEP or from the newest good one. Stages, schedule, "
+        "redundancy, workers and the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),

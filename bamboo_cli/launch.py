@@ -67,7 +67,7 @@ def launch(
 ) -> None:
     """Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.
 
-    They start one agent per host, and losing a host does not end the others. Printing leaves out secrets.
+    They start one agent per host, and losing a host does not end the others. Secrets are not printed.
     """
     names = () if (number := whole_number(hosts)) is not None or not hosts else tuple(map(str.strip, hosts.split(",")))
     plan = LaunchPlan(

@@ -34,9 +34,9 @@ def learn(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a scenario from the logs of a real failure, with the lines that it follows from as comments.
+    """Write a scenario from the logs of a real failure, citing the log lines as comments.
 
-    A value that no line gives stays a question in the scenario, which must be answered before it can run.
+    Where the logs do not say, the scenario has a question; answer it before you run the scenario.
     """
     from engine.external.learn import learn as learned
     from engine.files.atomic_write import create_file

@@ -43,7 +43,7 @@ Samples = Annotated[
     typer.Option(
         "--samples",
         metavar="NAME",
-        help="The name of an evaluation set of the data, or training; by default the first one that there is.",
+        help="An evaluation set of the data source, or training (default: its first evaluation set, else training).",
     ),
 ]
 Input = Annotated[
@@ -51,15 +51,15 @@ Input = Annotated[
     typer.Option(
         "--input",
         metavar="FILE",
-        help="Samples in FILE.safetensors or FILE.npy: the inputs of the training, one row for each sample.",
+        help="Take samples from FILE.safetensors or FILE.npy: the model's inputs as in training, one row per sample.",
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", metavar="N", min=0, help="The first N samples; 0 = all.")]
 Dims = Annotated[
     str,
     typer.Option(
-        "--dims", metavar="N,N,...", help="The dimension of the samples in each output, by which microbatches are "
-        "joined; - leaves an output out."
+        "--dims", metavar="N,N,...", help="For each output, the dimension along which microbatches are concatenated "
+        "(its batch dimension); - leaves an output out."
     ),
 ]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and progress to stderr.")]
@@ -83,7 +83,7 @@ def predict(
     """Run a trained model over samples, forwards only, and write its merged outputs to a file.
 
     Each sample is in the outputs once, in order. The job is that of the checkpoint; --stages, --microbatch-size and the
-    like may change. A worker that dies is replaced as in training; its run is in the folder predictions of the results.
+    like may change. The prediction survives dead workers as training does; its run folder is in RESULTS/predictions.
     """
     from engine.harness.predictions import dims_for, write_prediction
 

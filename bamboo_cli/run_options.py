@@ -206,7 +206,7 @@ Spot = Annotated[
     SpotCloud | None,
     typer.Option(
         "--spot",
-        help="Poll this cloud for the notice of a spot machine's end; sets the address, its interval and --grace.",
+        help="Poll this cloud for preemption notices; sets the URL, the interval and --grace.",
         rich_help_panel=_NOTICES,
     ),
 ]

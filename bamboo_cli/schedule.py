@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="Show, check or export the program of a job; compare schedules, or search one.",
+    help="Show, check or export the program of a job; compare schedules, or search for one.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
     "bamboo schedule compare --stages 8 --stages-per-worker 2  |  "
@@ -43,7 +43,7 @@ _Memory = Annotated[
     float | None,
     typer.Option(
         metavar="N",
-        help="Most microbatches that a worker stashes, of all its layers.",
+        help="Memory limit: the most microbatches whose activations, of all its layers, a worker holds at once.",
         show_default="as many as the hungriest schedule",
     ),
 ]
@@ -80,7 +80,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify that a program is complete, ordered and free of deadlock. If not, exit with 1 and the broken rules.
+    """Verify that a program is complete, ordered and free of deadlock. If not, print the broken rules and exit with 1.
 
     A wrong `--schedule FILE.csv` is a mistake in the job, so it exits with 2.
     """
@@ -155,13 +155,13 @@ def compare(
     weights: Weights = None,
     transfer: Transfer = 0,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="A handler runs the two actions of a pair at once.")
+        bool, typer.Option("--overlap", help="Count overlapped pairs of actions as run at the same time.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every schedule on the workers of a job: step length / ideal length, bubble, peak stash, transfers.
 
-    With `--transfer`, values arrive that much later, so the table shows how well a schedule hides transfers.
+    With `--transfer`, the table shows how well a schedule hides transfers.
     With `--redundancy eager`, it also shows the time that redundant forwards add to a step.
     """
     from bamboo_cli.tables import say
@@ -209,12 +209,12 @@ def search(
     backward: Backward = 2,
     weights: Weights = None,
     transfer: Transfer = 0,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what is found to FILE.csv.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schedule to FILE.csv.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search the shortest schedule within a limit of memory, for the measured costs of a run or for the given ones.
+    """Search for the shortest schedule within a memory limit, with costs that you give or that a run has measured.
 
-    Shows it beside every schedule that the workers' stages fit. `--schedule FILE.csv` runs it.
+    Compares it with every built-in schedule that fits the job. To train with it, pass `--schedule FILE.csv`.
     """
     from engine.core.program.schedule_csv import rows_to_csv
     from engine.core.program.schedule_search import even_profile, searched

@@ -61,14 +61,11 @@ class Job:
     )
     data_retries: int = described(
         8,
-        "ask the data source again, at most N times per call, after an error that may pass (EIO, ESTALE, a broken "
-        "connection, a time-out, is_transient = True); 0 = off",
+        "retry a call of the data source at most N times after a transient error (EIO, ESTALE, a broken connection, a "
+        "timeout, or an exception with is_transient = True); 0 = off",
     )
-    data_retry_for: str = described("1m", "how long a call of the data source may be tried again in all")
-    variable_shapes: bool = described(
-        False,
-        "microbatches may differ in their sizes, such as the length of a sequence: shapes travel with each tensor",
-    )
+    data_retry_for: str = described("1m", "longest time to keep retrying one call of the data source")
+    variable_shapes: bool = described(False, "let microbatches differ in shape, such as in sequence length")
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
         1,
@@ -91,7 +88,8 @@ class Job:
     )
     schedule: str = described(
         "1f1b",
-        "pipeline schedule: {schedules}, FILE.csv with compute lists, or package.module:generator (trusted code)",
+        "pipeline schedule: {schedules}, FILE.csv with each worker's compute actions, or package.module:generator "
+        "(trusted code)",
     )
     stages_per_worker: int = described(1, "stages of one pipeline on each worker (V)")
     workers: int = described(
@@ -157,11 +155,11 @@ class Job:
         "auto",
         "where layers compute: cpu, cuda, or auto (cuda if every worker can have a GPU of its own); changes bits",
     )
-    share_gpu: bool = described(False, "let several workers share a GPU; for tests, because they wait for each other")
+    share_gpu: bool = described(False, "let several workers share a GPU; slow, because they take turns: for tests")
     residuals: ResidualChoice = described(
         "recompute",
-        "microbatches between forward and backward on a worker that leaves: send what their forwards saved (ship), run "
-        "these again elsewhere (recompute), or what is quicker (auto)",
+        "when a worker leaves between a microbatch's forward and backward: ship = send the activations saved for the "
+        "backward; recompute = run the forward again elsewhere; auto = whichever is quicker",
     )
     retain: RetainPlace = described(
         "device",
@@ -199,8 +197,8 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for longer than both this and 10x its slowest recent action; 5x as long "
-        "while it uses the CPU",
+        "evict a worker stuck in one action for longer than this and than 10x its slowest recent action; five times "
+        "as long if it is using the CPU",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
@@ -211,8 +209,8 @@ class Job:
     keep: int = described(3, "keep the newest N checkpoints of a run; older ones are deleted")
     best: str = described(
         "",
-        "keep the checkpoint with the best validation too: loss (of the first evaluation set), a metric such as "
-        "accuracy, or NAME:min for one that should fall",
+        "also keep the checkpoint with the best validation, by loss (of the first evaluation set), by a metric such as "
+        "accuracy (higher is better), or by NAME:min (lower is better)",
     )
     early_stop: str = described(
         "",
