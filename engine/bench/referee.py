@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from engine.core.texts import numbered
 from engine.external.kinds import external_kinds
 from engine.external.referee import JOB_FOLDER, Referee
 from engine.files.atomic_write import make_folder
+from engine.files.host_facts import installed_version
 from engine.files.jobs.external_file import load_external
 from engine.files.jobs.library import EXTERNAL_FOLDER, library
 from engine.files.strict_yaml import read_yaml
@@ -136,7 +136,7 @@ def referee_rows(
     """
     for name in systems:
         system = SYSTEMS[name]
-        release = _version(system.package) or _version(f"{system.package}-nightly")
+        release = installed_version(system.package) or installed_version(f"{system.package}-nightly")
         if not release:
             why = f"not installed: pip install {system.package}"
             yield RefereeRow(name, "", "", "not run", why=why, command=_told(system))
@@ -218,14 +218,6 @@ class _Rows:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error: " in line]
         return "".join((errors or lines)[-1:])[:_MOST_REASON]
-
-
-def _version(package: str) -> str:
-    """Returns the version of a package, empty if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _scenario(name: str, system: System) -> ExternalScenario:

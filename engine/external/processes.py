@@ -129,10 +129,6 @@ class JobProcesses:
             below, level = below + lower, {each.pid for each in lower}
         return [process for process in below if re.search(pattern, process.words())]
 
-    def by_pid(self, pid: int) -> JobProcess | None:
-        """Returns the process of the job with this number; None if none lives."""
-        return self.alive.get(pid)
-
     def take_rank(self, pid: int, rank: int) -> JobProcess | None:
         """Takes a process that reports as a rank for it, if no environment said so; returns it if it was not before."""
         process = self.alive.get(pid)

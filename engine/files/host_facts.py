@@ -45,8 +45,8 @@ def host_facts(folder: Path) -> dict[str, object]:
     system = os.uname()
     return {
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "bamboo": _version(DISTRIBUTION),
+        "torch": installed_version("torch"),
+        "bamboo": installed_version(DISTRIBUTION),
         "git_commit": git_commit(folder),
         "host": system.nodename,
         "kernel": system.release,
@@ -98,7 +98,7 @@ def host_record(now: datetime, node: str = "", run_id: str = "") -> HostRecord:
         cpu=_cpu_info(Path("/proc/cpuinfo")).get("model name", os.uname().machine),
         cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
-        torch=_version("torch") or "",
+        torch=installed_version("torch") or "",
         began=now.astimezone().isoformat(timespec="seconds"),
         node=node,
         run_id=run_id,
@@ -119,7 +119,8 @@ def git_commit(folder: Path) -> str | None:
     return None
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of a package; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
