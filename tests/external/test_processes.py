@@ -143,3 +143,16 @@ def test_what_a_process_has_not_read_is_counted() -> None:
             assert mine.cpu_ns > 0
             os.close(own.pidfd)
             processes.close()
+
+
+def test_a_process_that_reports_as_another_rank_is_that_rank_alone() -> None:
+    """NVRx inside of processes counts the ranks anew in each restart; a rank in the environment is never overruled."""
+    with started((SLEEP, MARK), (SLEEP, MARK | {"RANK": "5"})) as (free, fixed):
+        processes = processes_of(0, LAUNCHERS["torchrun"])
+        look_until(processes, lambda: {free.pid, fixed.pid} <= processes.alive.keys() and 5 in processes.ranks)
+        assert processes.take_rank(free.pid, 1) is processes.rank(1)
+        assert processes.take_rank(free.pid, 1) is None, "it is that rank already"
+        taken = processes.take_rank(free.pid, 0)
+        assert taken is not None and (taken.pid, processes.rank(0), processes.rank(1)) == (free.pid, taken, None)
+        assert processes.take_rank(fixed.pid, 2) is None and processes.take_rank(free.pid, 5) is None
+        processes.close()
