@@ -62,7 +62,7 @@ _BENCHMARKS = {
         "Plan and pause after a SIGKILL as the number of workers grows, against a plan from scratch and fixed limits.",
     ),
     "redundancy": (
-        "redundancy.redundancy_cases",
+        "runs.redundancy_cases",
         "Step time and peak memory with lazy and eager redundancy, against theory and no redundancy.",
     ),
     "blocks": (

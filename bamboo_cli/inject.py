@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from bamboo_cli.host_options import (
     problems_of_bed,
     refuse_job_on_bed,
 )
-from bamboo_cli.matrix_options import Junit
+from bamboo_cli.matrix import Junit
 from bamboo_cli.run_options import EventsMax, Tee, TrustCode, events_setting, tell_untrusted
 from engine.core.errors import Problem, UserError, problems_of
 from engine.core.hosts.ends import USUAL_S
@@ -131,9 +132,8 @@ def inject(
         asked = Asked(results or Path("results"), repeat, dry_run, tee, as_json, trust_code, attach, junit)
         raise typer.Exit(inject_external(document, words, own, asked))
     changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] * (results is not None))]
-    bed = _Bed(hosts, lease_s)
-    asked_own = _AskedOwn(run, seed, changed, repeat, dry_run, tee, as_json, trust_code, etcd, etcd_plain_http, junit)
-    raise typer.Exit(_inject_own(document, asked_own, bed))
+    given = (run, seed, changed, repeat, dry_run, tee, as_json, trust_code, etcd, etcd_plain_http, junit)
+    raise typer.Exit(_inject_own(document, _AskedOwn(*given, hosts, lease_s)))
 
 
 def _chosen(file: str, scenario: str, words: Sequence[str], check: Callable[[], object]) -> tuple[str, Sequence[str]]:
@@ -149,16 +149,11 @@ def _chosen(file: str, scenario: str, words: Sequence[str], check: Callable[[], 
 
 
 @dataclass(frozen=True, slots=True)
-class _Bed:
-    """Simulated hosts on which to run a job, none for this host, and the time of their leases."""
-
-    hosts: int
-    lease_s: int
-
-
-@dataclass(frozen=True, slots=True)
 class _AskedOwn:
-    """What the user asks for beside a scenario for a job of bamboo's own; `run` is one that goes on already."""
+    """What the user asks for beside a scenario for a job of bamboo's own; `run` is one that goes on already.
+
+    With `hosts` above 0 it runs on that many simulated ones, whose leases last `lease_s`.
+    """
 
     run: str
     seed: int | None
@@ -171,37 +166,34 @@ class _AskedOwn:
     etcd: str
     plain_http: bool
     junit: Path | None
+    hosts: int
+    lease_s: int
 
 
-def _inject_own(document: Document, asked: _AskedOwn, bed: _Bed) -> int:
+def _inject_own(document: Document, asked: _AskedOwn) -> int:
     """Runs a scenario for a job of bamboo's own; returns the exit code."""
     from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
-    run, hosts, as_json = asked.run, bed.hosts, asked.as_json
+    run, hosts, as_json = asked.run, asked.hosts, asked.as_json
     acting = (findable if run else readable if asked.dry_run else offered).trusting(asked.trusts)
 
     def load() -> LoadedScenario:
         return load_scenario(document, kinds(), asked.seed, asked.changed, acting, OnHosts(hosts), to_attach=bool(run))
 
     problems = _own_problems(asked, "" if hosts else asked.etcd)
-    problems += problems_of_bed(hosts, bed.lease_s, {"--run": run, "--etcd": asked.etcd, "--tee": asked.tee})
+    problems += problems_of_bed(hosts, asked.lease_s, {"--run": run, "--etcd": asked.etcd, "--tee": asked.tee})
     if problems:
         raise UserError([*problems_of(load), *problems])
     loaded = load()
-    refuse_job_on_bed(hosts, bed.lease_s, loaded)
+    refuse_job_on_bed(hosts, asked.lease_s, loaded)
     folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
     if asked.dry_run:
         _print_plan(loaded, folder, acting, as_json)
         return 0
-    if folder is not None:
-        cases = _attach(loaded, folder, as_json)
-    elif hosts:
-        cases = _run_on_bed(loaded, asked.repeat, as_json, hosts, bed.lease_s)
-    else:
-        cases = _run(loaded, asked)
+    cases = _run(loaded, asked) if folder is None else _attach(loaded, folder, as_json)
     return _print_all(loaded, cases, as_json)
 
 
@@ -240,6 +232,7 @@ def _attach(loaded: LoadedScenario, folder: RunFolder, as_json: bool) -> list[Ca
 
 
 def _run(loaded: LoadedScenario, asked: _AskedOwn) -> list[CaseResult]:
+    """Runs the scenario as often as asked, with `hosts` on new ones each time; an interrupted run is the last."""
     from bamboo_cli.live import screen
     from engine.harness.case import case_of_file
     from engine.harness.case_runner import run_case
@@ -247,33 +240,20 @@ def _run(loaded: LoadedScenario, asked: _AskedOwn) -> list[CaseResult]:
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding
 
-    store = etcd_settings(asked.etcd, asked.plain_http)
+    store = None if asked.hosts else etcd_settings(asked.etcd, asked.plain_http)
     echo(f"job: {loaded.job_from}", err=True)
     cases: list[CaseResult] = []
     mark_processes()
-    with holding() as interrupts, ForkServer() as server:  # for all runs: its start takes as long as a short job
+    # One server for all runs: its start takes as long as a short job.
+    with holding() as interrupts, nullcontext() if asked.hosts else ForkServer() as server:
         for _ in range(asked.repeat):
-            cases.append(run_case(case_of_file(loaded), store, screen(tee=asked.tee), server))
+            if asked.hosts:
+                from engine.harness.bed_case import run_on_bed
+
+                cases.append(run_on_bed(loaded, asked.hosts, asked.lease_s, screen()))
+            else:
+                cases.append(run_case(case_of_file(loaded), store, screen(tee=asked.tee), server))
             _print_case(loaded, cases[-1], asked.as_json)
-            if interrupts.first is not None:
-                break
-    return cases
-
-
-def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, lease_s: int) -> list[CaseResult]:
-    """Runs the scenario so many times, each on hosts of its own; an interrupted run is the last."""
-    from bamboo_cli.live import screen
-    from engine.harness.bed_case import run_on_bed
-    from engine.harness.leak_check import mark_processes
-    from engine.runtime.process.interrupts import holding
-
-    echo(f"job: {loaded.job_from}", err=True)
-    cases: list[CaseResult] = []
-    mark_processes()
-    with holding() as interrupts:
-        for _ in range(repeat):
-            cases.append(run_on_bed(loaded, hosts, lease_s, screen()))
-            _print_case(loaded, cases[-1], as_json)
             if interrupts.first is not None:
                 break
     return cases

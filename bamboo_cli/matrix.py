@@ -13,11 +13,11 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bamboo_cli import matrix_options as options
+from bamboo_cli.completion import library_files
 from bamboo_cli.echo import echo
 from bamboo_cli.run_options import EventsMax, TrustCode, events_setting, tell_untrusted
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
@@ -27,6 +27,52 @@ if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
     from engine.files.jobs.matrix_file import Matrix, PlannedCell
     from engine.harness.matrix_runner import MatrixRun
+
+
+DEFAULT_RESULTS = Path("results")
+_PANEL = "Which cells"
+
+File = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="a shipped matrix or scenario, or a file",
+        show_default=False,
+        autocompletion=library_files,
+    ),
+]
+Shard = Annotated[str, typer.Option("--shard", metavar="K/N", help="Run only part K of N.", rich_help_panel=_PANEL)]
+CellText = Annotated[
+    str, typer.Option("--cell", metavar="TEXT", help="Run only cells whose name contains this.", rich_help_panel=_PANEL)
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Resume the newest run: skip cells that passed.", rich_help_panel=_PANEL)
+]
+Times = Annotated[
+    list[Path] | None,
+    typer.Option("--times", help="Earlier results.jsonl, to balance the shards by duration.", rich_help_panel=_PANEL),
+]
+Form = Annotated[
+    Literal["text", "list", "github"],
+    typer.Option("--format", help="text: run the cells; list: only print them; github: only print a workflow matrix."),
+]
+NumShards = Annotated[int, typer.Option("--shards", help="Number of shards for --format github.", min=1)]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of every job; repeatable.")
+]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Cells to run in parallel; 0: one per core.", min=0)]
+Limit = Annotated[float, typer.Option("--limit", help="Seconds after which a cell counts as hung.", min=1.0)]
+Shrink = Annotated[bool, typer.Option("--shrink", help="Reduce the first failing cell to a smaller one.")]
+Budget = Annotated[int, typer.Option("--shrink-tries", help="Maximum number of runs for --shrink.", min=1)]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write a JUnit XML file.")]
+Page = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write the page to this file instead of the matrix folder."),
+]
+Keep = Annotated[bool, typer.Option("--keep", help="Also keep the run folders of cells that passed.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Results = Annotated[Path, typer.Option(help="Folder in which matrices/TIME-NAME-HEX/ is created.")]
+
 
 EPILOG = (
     "Examples:  bamboo matrix matrix-smoke  |  bamboo matrix mine.yaml --jobs 2 --junit cells.xml  |  "
@@ -38,24 +84,24 @@ _MOST_RUN_PAGES = 50  # each takes about half a second and a megabyte
 
 
 def matrix(
-    file: options.File,
-    shard: options.Shard = "",
-    cell: options.CellText = "",
-    resume: options.Resume = False,
-    times: options.Times = None,
-    form: options.Form = "text",
-    num_shards: options.NumShards = 8,
-    settings: options.Settings = None,
+    file: File,
+    shard: Shard = "",
+    cell: CellText = "",
+    resume: Resume = False,
+    times: Times = None,
+    form: Form = "text",
+    num_shards: NumShards = 8,
+    settings: Settings = None,
     events_max: EventsMax = "",
-    jobs: options.Jobs = 0,
-    limit: options.Limit = 120.0,
-    shrink: options.Shrink = False,
-    budget: options.Budget = 40,
-    junit: options.Junit = None,
-    page: options.Page = None,
-    keep: options.Keep = False,
-    as_json: options.AsJson = False,
-    results: options.Results = options.DEFAULT_RESULTS,
+    jobs: Jobs = 0,
+    limit: Limit = 120.0,
+    shrink: Shrink = False,
+    budget: Budget = 40,
+    junit: Junit = None,
+    page: Page = None,
+    keep: Keep = False,
+    as_json: AsJson = False,
+    results: Results = DEFAULT_RESULTS,
     trust_code: TrustCode = False,
 ) -> None:
     """Run every cell of a scenario matrix. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
@@ -73,9 +119,9 @@ def matrix(
     chosen = _chosen(plan, shard, cell, seconds)
     if form != "text":
         tell_untrusted(plan.foreign, acting)
-        names = [each.cell.name for each in chosen]
-        _print_cells(file, names, num_shards if form == "github" else 0, seconds, as_json)
+        _print_cells(file, chosen, num_shards if form == "github" else 0, seconds, as_json)
         return
+    from engine.core.checks.cell_result import matrix_exit_code
     from engine.harness.matrix_runner import MatrixRun, usual_jobs
     from engine.runtime.process.interrupts import holding
 
@@ -84,15 +130,18 @@ def matrix(
         run = MatrixRun(_folder(results, plan.name, resume=resume), tuple(settings), limit, keep)
         done, shrunk = _run(plan, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
         _write(plan, chosen, done, run, junit, page)
-        code = _code(done) if interrupts.first is None else 128 + interrupts.first
+        code = int(matrix_exit_code(done)) if interrupts.first is None else 128 + interrupts.first
         _print(plan, chosen, done, run, shrunk, code, as_json)
     raise typer.Exit(code)
 
 
-def _print_cells(file: str, names: Sequence[str], num_shards: int, seconds: Mapping[str, float], as_json: bool) -> None:
+def _print_cells(
+    file: str, chosen: Sequence[PlannedCell], num_shards: int, seconds: Mapping[str, float], as_json: bool
+) -> None:
     """Prints the names of the cells, or with `num_shards` a workflow matrix that runs them."""
     from engine.core.faults.matrix import workflow_matrix
 
+    names = [each.cell.name for each in chosen]
     if num_shards:
         echo(json.dumps(workflow_matrix(file, names, num_shards, seconds)))
     else:
@@ -103,12 +152,6 @@ def _folder(results: Path, name: str, *, resume: bool) -> Path:
     from engine.files.matrix_results import new_folder, newest_folder
 
     return newest_folder(results, name) if resume else new_folder(results, name, datetime.now(), secrets.token_hex(2))
-
-
-def _code(done: Sequence[CellResult]) -> int:
-    from engine.core.checks.cell_result import matrix_exit_code
-
-    return int(matrix_exit_code(done))
 
 
 def _existing(paths: Sequence[Path]) -> Sequence[Path]:

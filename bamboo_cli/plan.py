@@ -37,7 +37,9 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     Without a program, as its generator is not called in a dry run, it prints the rest. With `build` it builds the model
     first, and prints its layers last; raises BambooError if that fails.
     """
-    costs = _costs_of(job) if build else None
+    from engine.harness.job_checks import layer_costs
+
+    costs = layer_costs(job) if build else None
     if not job.has_program:
         _print_without_program(job, as_json, faults, costs)
         return
@@ -149,12 +151,6 @@ def _print_faults(faults: Sequence[Fault], job: Job, costs: Costs | None) -> Non
         echo("the model itself is not built here: a run checks its number of layers, and --build shows them")
     else:
         _print_layers(job, costs)
-
-
-def _costs_of(job: Job) -> Costs:
-    from engine.harness.job_checks import layer_costs
-
-    return layer_costs(job)
 
 
 def _print_layers(job: Job, costs: Costs) -> None:

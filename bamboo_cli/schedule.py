@@ -61,11 +61,7 @@ Transfer = Annotated[float, typer.Option(help="Time of a transfer; the sender do
 
 @schedule.command()
 @_takes_job
-def show(
-    resolved: ResolvedJob,
-    *,
-    as_json: AsJson = False,
-) -> None:
+def show(resolved: ResolvedJob, *, as_json: AsJson = False) -> None:
     """Show the program of a job as a grid, with the predicted bubble and peak activation stash."""
     print_plan(resolved.job, as_json)
 
@@ -179,7 +175,7 @@ def compare(
         lambda action: costs.get(action.op, 0.0),
         job.redundancy,
         job.redundancy_level,
-        begin=_say if job.stages * job.microbatches > _SLOW else str,
+        begin=(lambda name: echo(f"comparing {name}", err=True)) if job.stages * job.microbatches > _SLOW else str,
         latency=transfer,
         overlapping=overlap,
     )
@@ -192,10 +188,6 @@ def compare(
         + (f"; a transfer takes {transfer:g}" if transfer else "")
     )
     _print_comparison(comparison, job.redundancy == "eager")
-
-
-def _say(name: str) -> None:
-    echo(f"comparing {name}", err=True)
 
 
 @schedule.command()

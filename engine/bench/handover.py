@@ -24,8 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, at_most, paired_row, row
-from engine.bench.redundancy import overhead_jobs
-from engine.bench.runs import run_bamboo, run_with_fault, timed_flags
+from engine.bench.runs import overhead_jobs, run_bamboo, run_with_fault, timed_flags
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, parse_action
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_history import RunHistory

@@ -77,12 +77,12 @@ def create_file(path: Path, below: Path, text: str) -> None:
     Raises StorageError if it could not be written, or there is an entry of that name.
     """
     make_folder(path.parent, below)
-    with storage_errors("write", path), open_below(path.parent, below) as folder:
-        fd = os.open(path.name, _NEW, 0o666, dir_fd=folder)
-        try:
-            _write_all(fd, text)
-        finally:
-            os.close(fd)
+    with (
+        storage_errors("write", path),
+        open_below(path.parent, below) as folder,
+        closing_fd(os.open(path.name, _NEW, 0o666, dir_fd=folder)) as fd,
+    ):
+        _write_all(fd, text)
 
 
 def open_to_append(path: Path, *, is_read: bool = False) -> int:
@@ -170,6 +170,13 @@ def _opened_folder(name: str | Path, outer: int | None = None, flags: int = 0) -
     except NotADirectoryError:
         _refuse_link(name, outer)
         raise
+    with closing_fd(fd):
+        yield fd
+
+
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Yields a descriptor, and closes it behind the block."""
     try:
         yield fd
     finally:
@@ -200,15 +207,13 @@ def _replace(folder: int, name: str, content: str | bytes, mode: int, *, is_sync
     temporary = f".bamboo-{os.urandom(8).hex()}.tmp"
     fd = os.open(temporary, _NEW, mode or 0o666, dir_fd=folder)
     try:
-        try:
+        with closing_fd(fd):
             if mode:
                 with suppress(PermissionError):  # of a file system without modes
                     os.fchmod(fd, mode)
             _write_all(fd, content)
             if is_synced:
                 os.fsync(fd)
-        finally:
-            os.close(fd)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(OSError):
@@ -217,11 +222,8 @@ def _replace(folder: int, name: str, content: str | bytes, mode: int, *, is_sync
 
 
 def _write_into(path: Path, content: str | bytes, flags: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags)
-    try:
+    with closing_fd(os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags)) as fd:
         _write_all(fd, content)
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, content: str | bytes) -> None:

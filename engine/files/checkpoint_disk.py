@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from engine.files.atomic_write import BLOCK_BYTES, is_hollow, open_below, open_in, open_inner, open_new, sync_folder
+from engine.files.atomic_write import (
+    BLOCK_BYTES,
+    closing_fd,
+    is_hollow,
+    open_below,
+    open_in,
+    open_inner,
+    open_new,
+    sync_folder,
+)
 from engine.files.checkpoint_storage import Bytes
 
 _PAGE = 4096  # bytes; direct writes need whole pages
@@ -264,11 +273,8 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _listed(folder: int) -> list[str]:
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    try:
+    with closing_fd(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)) as fd:
         return os.listdir(fd)
-    finally:
-        os.close(fd)
 
 
 # A disk with faults: full after some bytes, failing calls, silent corruption of a byte.

@@ -16,7 +16,7 @@ from statistics import median
 from engine.codec.values import read, text_of
 from engine.core.checks.cell_result import CellResult
 from engine.core.errors import InvariantError, NothingMatchedError
-from engine.files.atomic_write import make_folder, open_to_append, storage_errors
+from engine.files.atomic_write import closing_fd, make_folder, open_to_append, storage_errors
 from engine.files.run_folder import RUN_NAME, RunFolder, run_names
 
 RESULTS = "results.jsonl"
@@ -51,14 +51,10 @@ def newest_folder(results: Path, name: str) -> Path:
 def append_result(folder: Path, result: CellResult) -> None:
     """Appends one result. Raises StorageError if it could not be written."""
     line = f"{text_of(result)}\n".encode()
-    fd = open_to_append(folder / RESULTS, is_read=True)
-    try:
-        with storage_errors("write", folder / RESULTS):
-            size = os.fstat(fd).st_size
-            # An unfinished line is terminated first, so that it damages no other.
-            os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
-    finally:
-        os.close(fd)
+    with closing_fd(open_to_append(folder / RESULTS, is_read=True)) as fd, storage_errors("write", folder / RESULTS):
+        size = os.fstat(fd).st_size
+        # An unfinished line is terminated first, so that it damages no other.
+        os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
 
 
 def read_results(path: Path) -> dict[str, CellResult]:

@@ -7,7 +7,6 @@ yet: expectations about them are left out, and the user is informed.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,14 +22,13 @@ from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.core.history.process_records import CheckRecord, HostRecord, RefusedRecord, RequestRecord, VerdictRecord
 from engine.core.history.run_history import RunHistory, coordinating_host
 from engine.core.history.run_records import CommitRecord
-from engine.files.atomic_write import write_atomically
 from engine.files.events_file import GrowingEvents, read_history
 from engine.files.linked_lines import add_records
 from engine.harness.case import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs
 from engine.runtime.agent.injector import CLOSED
-from engine.runtime.agent.requests import REQUEST
-from engine.runtime.process.interrupts import RunInterruptedError, breakable
+from engine.runtime.agent.requests import REQUEST, ask, withdraw
+from engine.runtime.process.interrupts import RunInterruptedError, rest
 
 if TYPE_CHECKING:
     from engine.files.jobs.scenario_file import LoadedScenario
@@ -65,7 +63,7 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
     try:
         _wait(events, loaded.faults, request.name)
     except RunInterruptedError:
-        strikes = "no fault strikes it" if _withdraw(request) else "the faults still strike it"
+        strikes = "no fault strikes it" if withdraw(request) else "the faults still strike it"
         say(f"the job runs on; {strikes}")
         raise
     except BambooError as error:
@@ -75,7 +73,7 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
             add_records(folder.events, check, verdict)
         raise
     finally:
-        _withdraw(request)  # an interrupted command must not leave faults behind
+        withdraw(request)  # an interrupted command must not leave faults behind
     history = read_history(folder.events)
     ended = history.training_ended
     observation = Observation(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
@@ -131,18 +129,7 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
 
 
 def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
-    path = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
-    write_atomically(path, json.dumps([to_plain(fault) for fault in faults]))
-    return path
-
-
-def _withdraw(request: Path) -> bool:
-    """Withdraws a request; returns False if the launcher was first, which takes only what it can remove itself."""
-    try:
-        request.unlink()
-    except FileNotFoundError:
-        return False
-    return True
+    return ask(folder.path, REQUEST, [to_plain(fault) for fault in faults])
 
 
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
@@ -171,12 +158,7 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
             raise BambooError("\n".join(lines), ExitCode.INVALID_CASE)
         if have_shown(faults, history) and not events.is_recovering:
             return
-        _pause()
-
-
-def _pause() -> None:
-    with breakable():
-        time.sleep(_POLL_S)
+        rest(_POLL_S)
 
 
 def skipped(faults: Sequence[Fault], late: Collection[str]) -> list[Fault]:
@@ -199,7 +181,7 @@ class _Events:
             if time.monotonic() > until_s:
                 about = f"{folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
                 raise NothingMatchedError(f"{about}: see the output of its launcher, or name a run that goes on")
-            _pause()
+            rest(_POLL_S)
         if self.is_over():
             raise NothingMatchedError(f"{folder.path.name} has ended: name a job that runs")
 
@@ -233,7 +215,7 @@ class _Events:
         """
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
-            _pause()
+            rest(_POLL_S)
         return pace(self._commits_ns())
 
     def _commits_ns(self) -> list[int]:

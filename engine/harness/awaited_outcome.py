@@ -6,6 +6,7 @@ Rule: the folder of a host only has the records of that host. If the run may con
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError
@@ -15,7 +16,7 @@ from engine.files.events_file import GrowingEvents
 from engine.files.run_folder import RunFolder, find_run
 from engine.harness.dead_runs import launcher_runs
 from engine.runtime.agent.host_registry import HostKeys, HostOutcome
-from engine.runtime.process.interrupts import breakable
+from engine.runtime.process.interrupts import rest
 from engine.runtime.store.etcd_settings import EtcdSettings
 
 _POLL_S = 0.25
@@ -49,11 +50,8 @@ def awaited_end(results: Path, run: str | None, etcd: EtcdSettings | None) -> tu
 def _of_store(run_id: str, etcd: EtcdSettings) -> HostOutcome | None:
     from engine.runtime.store.etcd_kv import EtcdKV
 
-    kv = EtcdKV(etcd, f"/bamboo/{run_id}/", deadline_s=_CALL_S)
-    try:
+    with closing(EtcdKV(etcd, f"/bamboo/{run_id}/", deadline_s=_CALL_S)) as kv:
         return HostKeys(kv).end()
-    finally:
-        kv.close()
 
 
 def _run_id(folder: RunFolder) -> str:
@@ -75,8 +73,7 @@ def _of_folder(folder: RunFolder, run_id: str) -> HostOutcome:
             if history.ended.outcome == _LEFT:
                 raise _unknown("this host has left the run, which goes on without it", run_id)
             return HostOutcome(history.ended.exit_code, history.ended.outcome)
-        with breakable():
-            time.sleep(_POLL_S)
+        rest(_POLL_S)
 
 
 def _unknown(why: str, run_id: str) -> CoordinatorUnavailableError:

@@ -31,7 +31,7 @@ from engine.harness.host_striker import BedAgents, BedPlan, HostStriker, write_h
 from engine.harness.leak_check import LeakCheck
 from engine.harness.testbed import BedEtcd, HostBed
 from engine.runtime.agent.scribe_work import scribe_for
-from engine.runtime.process.interrupts import RunInterruptedError, breakable
+from engine.runtime.process.interrupts import RunInterruptedError, rest
 
 if TYPE_CHECKING:
     from engine.core.history.run_records import ScenarioRecord
@@ -129,8 +129,7 @@ def _followed(agents: BedAgents, striker: HostStriker, job: Job, say: Callable[[
     said_s = moved_s = time.monotonic()
     step, num_records = -2, -1
     while not agents.have_ended:
-        with breakable():
-            time.sleep(_LOOK_S)
+        rest(_LOOK_S)
         agents.look()
         striker.look()
         now_s = time.monotonic()

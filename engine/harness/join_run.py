@@ -8,7 +8,6 @@ withdraws it if the launcher does not accept it.
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,14 +37,13 @@ from engine.core.history.run_records import (
 from engine.core.job.bit_fields import compared_facts, different_facts
 from engine.core.job.job import Job
 from engine.core.texts import places_text
-from engine.files.atomic_write import write_atomically
 from engine.files.events_file import GrowingEvents
 from engine.files.host_facts import host_facts
 from engine.files.run_folder import LATEST, RunFolder, find_run
 from engine.files.trajectory_file import own_sources
 from engine.harness.dead_runs import launcher_runs, live_runs
-from engine.runtime.agent.requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
-from engine.runtime.process.interrupts import RunInterruptedError, breakable, present
+from engine.runtime.agent.requests import BEGINNING, CLOSED, TOO_LATE, ask, takes_workers, withdraw
+from engine.runtime.process.interrupts import RunInterruptedError, present, rest
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
@@ -127,7 +125,7 @@ class AddedWorker:
             RunInterruptedError: at an interrupt before the launcher has answered.
         """
         list(self._news())  # the state before
-        path = _asked(self.folder, {"ask": "join", "standby": self._is_standby})
+        path = ask(self.folder.path, BEGINNING, {"ask": "join", "standby": self._is_standby})
         try:
             yield from self._answered(path.name)
         except BaseException:
@@ -138,7 +136,7 @@ class AddedWorker:
         try:
             yield from self._lived(is_breakable=True)
         except RunInterruptedError:
-            _asked(self.folder, {"ask": "leave", "worker": self.worker})
+            ask(self.folder.path, BEGINNING, {"ask": "leave", "worker": self.worker})
             yield {"event": "leaves", "worker": self.worker, "text": f"worker {self.worker} gets its notice"}
             yield from self._lived(is_breakable=False)
 
@@ -150,12 +148,10 @@ class AddedWorker:
 
     def _withdraw(self, request: Path) -> None:
         """Withdraws a request, or asks a worker that was started meanwhile to leave."""
-        try:
-            request.unlink()
-        except FileNotFoundError:  # it was answered meanwhile
+        if not withdraw(request):
             list(self._news(request.name))
             if self.worker is not None:
-                _asked(self.folder, {"ask": "leave", "worker": self.worker})
+                ask(self.folder.path, BEGINNING, {"ask": "leave", "worker": self.worker})
 
     def _answered(self, request: str) -> Iterator[News]:
         until_s = time.monotonic() + _HEARD_WITHIN_S
@@ -244,15 +240,5 @@ class AddedWorker:
         return {"event": event, "worker": self.worker, "step": self._history.committed, **more, "text": text}
 
 
-def _asked(folder: RunFolder, asks: dict[str, object]) -> Path:
-    path = folder.path / f"{BEGINNING}{secrets.token_hex(8)}.json"
-    write_atomically(path, json.dumps(asks))
-    return path
-
-
 def _pause(*, is_breakable: bool) -> None:
-    if not is_breakable:
-        time.sleep(_POLL_S)
-        return
-    with breakable():
-        time.sleep(_POLL_S)
+    (rest if is_breakable else time.sleep)(_POLL_S)

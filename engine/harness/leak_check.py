@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -45,11 +46,8 @@ class LeakCheck:
         if etcd is not None:
             from engine.runtime.store.etcd_kv import EtcdKV
 
-            kv = EtcdKV(etcd, f"/bamboo/{run_id}/")
-            try:
+            with closing(EtcdKV(etcd, f"/bamboo/{run_id}/")) as kv:
                 leaks += [f"key {item.key}" for item in kv.read_prefix("").items]
-            finally:
-                kv.close()
         return leaks
 
     def _found(self, logs: Path, server: int) -> list[str]:

@@ -42,7 +42,7 @@ from engine.core.history.run_records import (
 from engine.core.job.job import FACTORY, Job, logger_names
 from engine.core.job.torch_parts import LR_SCHEDULES, learning_rate
 from engine.core.ownership import Slot
-from engine.files.atomic_write import open_to_append
+from engine.files.atomic_write import closing_fd, open_to_append
 from engine.files.events_file import GrowingEvents, StepReader, read_history
 from engine.observers.loggers import (
     CoverDone,
@@ -340,12 +340,9 @@ class Observer:
             self._schedule(os.SCHED_OTHER, 0)
 
     def _schedule(self, policy: int, nice: int) -> None:
-        with contextlib.suppress(OSError):  # with autogroups, the policy applies only within the session
-            fd = os.open(f"/proc/{self.process.pid}/autogroup", os.O_WRONLY)
-            try:
-                os.write(fd, str(nice).encode())
-            finally:
-                os.close(fd)
+        group = f"/proc/{self.process.pid}/autogroup"  # with autogroups, the policy applies only within the session
+        with contextlib.suppress(OSError), closing_fd(os.open(group, os.O_WRONLY)) as fd:
+            os.write(fd, str(nice).encode())
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{self.process.pid}/task"):
                 os.sched_setscheduler(int(thread), policy, os.sched_param(0))

@@ -80,11 +80,6 @@ class Sums:
             totals.last_action = _text_of(entry)
 
     @property
-    def num_actions(self) -> int:
-        """The number of all actions."""
-        return sum(each.num_actions for each in self.workers.values())
-
-    @property
     def end_ns(self) -> int:
         """The end of the last action; 0 without any."""
         return max((each.end_ns for each in self.workers.values()), default=0)

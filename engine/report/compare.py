@@ -25,13 +25,8 @@ FEWEST = 5
 COLUMNS = ["figure", "a_n", "b_n", "a_p50", "b_p50", "a_p95", "b_p95", "ratio", "verdict"]
 
 
-def compare(a: RunTables, b: RunTables) -> pd.DataFrame:
-    """Returns one row per figure that both runs have, in milliseconds; the figure that slowed down most comes first."""
-    return compare_figures(figures_of(a), figures_of(b))
-
-
 def compare_figures(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> pd.DataFrame:
-    """Returns the rows of `compare` for the values of each figure."""
+    """Returns one row per figure that both runs have, in milliseconds; the figure that slowed down most comes first."""
     rows = [_row(name, ours[name], theirs[name]) for name in ours if name in theirs]
     return pd.DataFrame(rows, columns=COLUMNS).sort_values("ratio", ascending=False, ignore_index=True)
 

@@ -51,9 +51,9 @@ from engine.report.tables import (
     samples_table,
     steps_table,
     takeovers_table,
+    tensors_table,
     workers_table,
 )
-from engine.report.tensor_table import tensors_table
 from engine.report.time_table import StageFacts, TimeTables, stage_facts
 
 # The exceptions that ended workers, in sentences.
@@ -104,9 +104,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",
     "interrupt": lambda record: str(record.signal),
     "store_ended": lambda record: "the coordinator's store has ended",
-    "unproven": lambda record: f"worker {record.peer} {record.text}; the group is formed again",
     "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
-    "coordinator_ended": lambda record: f"the coordinator (pid {record.child}) has ended; another one takes over",
     "stopped_early": lambda record: str(record.why),
     "cut_short": lambda record: f"after the last commit: {record.reason}",
     "restart": lambda record: f"{record.reason}; all workers are started again",

@@ -12,9 +12,8 @@ import pytest
 
 import engine
 from engine import dry_run, train
-from engine.api.import_paths import folders_of, import_path
 from engine.api.run import WITHIN, TrainingRun, error_of
-from engine.api.training import _keywords
+from engine.api.training import _keywords, folders_of, import_path
 from engine.core.errors import (
     BambooError,
     ExitCode,

@@ -33,7 +33,7 @@ from engine.core.history.run_history import history_of
 from engine.core.job.job import Job
 from engine.core.protocol.recorded_status import status_of_history
 from engine.harness import host_checks
-from engine.report.compare import compare
+from engine.report.compare import compare_figures, figures_of
 from engine.report.formats import for_reading, for_terminal, title_of
 from engine.report.load import TABLES, joined
 from engine.report.pages.matrix_page import CellGrid, grid_of, grid_parts
@@ -122,7 +122,7 @@ def frames() -> dict[str, pd.DataFrame]:
     found = {f"report {name}": for_reading(joined(runs[:1], name), name).drop(columns="run") for name in TABLES}
     found |= {f"report {name} of two": for_reading(joined(runs, name), name) for name in TABLES}
     found["report recovery of one"] = for_reading(joined(runs[1:], "recovery"), "recovery").drop(columns="run")
-    found["compare"] = compare(*runs)
+    found["compare"] = compare_figures(*map(figures_of, runs))
     return {name: frame.head(12) for name, frame in found.items()}
 
 
@@ -251,7 +251,7 @@ def test_a_pipe_gets_every_column_in_one_line_a_row(capsys: pytest.CaptureFixtur
 def test_columns_with_a_unit_have_it_in_their_title() -> None:
     runs = [load(FIRST), load(SECOND)]
     names = {column for table in TABLES for column in joined(runs, table).select_dtypes("number")}
-    names |= {*compare(*runs).select_dtypes("number")}
+    names |= {*compare_figures(*map(figures_of, runs)).select_dtypes("number")}
     unit = re.compile(r" (?:ms|ns|bytes|MiB)$|/s\b")
     assert {name for name in names if not unit.search(title_of(name))} <= {*WITHOUT_UNIT}
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.checks.audit import AuditBook
-from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
+from engine.core.checks.trajectory import NO_MARKS, AuditBook, TrajectoryRow
 from engine.core.errors import InvariantError
 
 ONE, OTHER = "0" * 64, "f" * 64

@@ -60,20 +60,19 @@ def _run(*, lost: int = -1, repeated: bool = False, swapped: bool = False) -> Jo
 
 def test_a_resumed_run_equals_its_twin_and_its_repeated_steps_are_named() -> None:
     verdict = judge(_run(), _twin(), [KILLED_AT_NS])
-    assert not verdict.is_flawed
-    assert verdict.lines() == [
-        "survival: same: the job survived: exit code 0, reached step 11, as the twin did",
-        "steps: same: steps 4-6 executed twice",
-        "samples: same: the same 48 samples as the twin's, as often",
-        "weights: same: the same bits in 12 steps up to step 11",
-        "losses: same: the same in 12 steps",
-    ]
+    assert verdict.parts == (
+        ("survival", "same", "the job survived: exit code 0, reached step 11, as the twin did"),
+        ("steps", "same", "steps 4-6 executed twice"),
+        ("samples", "same", "the same 48 samples as the twin's, as often"),
+        ("weights", "same", "the same bits in 12 steps up to step 11"),
+        ("losses", "same", "the same in 12 steps"),
+    )
     assert verdict.as_dict()["steps_repeated"] == {"4": 2, "5": 2, "6": 2}
 
 
 def test_a_lost_sample_is_named() -> None:
     verdict = judge(_run(lost=22), _twin(), [KILLED_AT_NS])
-    assert verdict.is_flawed and verdict.lost_samples == (22,)
+    assert verdict.status("samples") == "different" and verdict.lost_samples == (22,)
     assert verdict.parts[2].text == "sample 22 (step 5) lost"
     assert verdict.parts[3].text.startswith("from step 5 on, first on rank 0: 'a.weight', 'b.weight' are different")
     assert verdict.first_different_step == 5
@@ -142,7 +141,6 @@ def test_what_was_not_reported_is_not_compared() -> None:
         **{"weights": "not compared", "losses": "not compared"},
     }
     assert "bamboo.fingerprint" in verdict.parts[3].text
-    assert not verdict.is_flawed
     assert judge(JobReports(), None).parts[1].text == "the job reported no step"
     half = replace(_twin(), steps=[each._replace(samples=None) if each.step == 2 else each for each in _twin().steps])
     assert judge(half, _twin()).parts[2].text == "the job names no samples in step 2"

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.errors import EnvironmentLacksError
 from engine.report import formats
-from engine.report.compare import compare
+from engine.report.compare import compare_figures, figures_of
 from engine.report.load import RunTables
 from engine.report.trace import trace
 from tests.report.made_up import MadeUpRun, load
@@ -84,24 +84,28 @@ def test_a_trace_has_every_action_and_an_arrow_for_every_transfer(run: RunTables
         assert start["ts"] <= end["ts"]
 
 
+def _compared(a: RunTables, b: RunTables) -> pd.DataFrame:
+    return compare_figures(figures_of(a), figures_of(b))
+
+
 def test_a_run_is_the_same_as_itself(run: RunTables) -> None:
-    table = compare(run, run)
+    table = _compared(run, run)
     assert set(table["verdict"]) <= {"same", "too few"}
     assert (table["ratio"].dropna() == 1).all()
 
 
 def test_what_got_slower_stands_first(run: RunTables) -> None:
     slow = load([_slower(event) for event in MadeUpRun(dead=((5, 2),)).events()])
-    table = compare(run, slow)
+    table = _compared(run, slow)
     assert (table.iloc[0]["figure"], table.iloc[0]["verdict"]) == ("action F", "slower")
     assert table.iloc[0]["ratio"] == pytest.approx(3.0)
-    back = compare(slow, run)
+    back = _compared(slow, run)
     assert dict(zip(back["figure"], back["verdict"], strict=True))["action F"] == "faster"
 
 
 def test_a_figure_with_few_values_on_one_side_has_no_verdict(run: RunTables) -> None:
     short = load([_slower(event) for event in MadeUpRun(steps=3).events()])
-    for table in (compare(run, short), compare(short, run)):
+    for table in (_compared(run, short), _compared(short, run)):
         assert dict(zip(table["figure"], table["verdict"], strict=True))["step"] == "too few"
 
 

@@ -15,7 +15,7 @@ from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, WorkerBytes, worker_bytes
 from engine.core.job.partition import fresh_ownership, shadowed
 from engine.files.events_file import read_history
-from engine.report.tensor_table import tensors_table
+from engine.report.tables import tensors_table
 from engine.runtime.agent.session import run_session
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.process.thread_server import ThreadServer

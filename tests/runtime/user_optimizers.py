@@ -171,17 +171,6 @@ def halving(step: int, *, every: int = 2) -> float:
     return float(0.5 ** (step // every))
 
 
-class Steep(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule as a class."""
-
-    def __init__(self, optimizer: Any, power: float = 2.0, last_epoch: int = -1):
-        self.power = power
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        return [base / (self.last_epoch + 1) ** self.power for base in self.base_lrs]
-
-
 def above(step: int, monitored: float | None, *, limit: float = 1.0) -> float:
     """Returns the factor of a schedule that goes by a figure: a quarter while it is above a limit, or not known yet."""
     return 1.0 if monitored is not None and monitored < limit else 0.25

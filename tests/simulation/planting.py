@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -13,7 +13,9 @@ from tests.simulation.case import Case, Fault
 from tests.simulation.run import History, run, run_on
 from tests.simulation.schedules import random_case
 from tests.simulation.shrink import shrunk
+from tests.simulation.world import World
 
+Bug = Callable[[pytest.MonkeyPatch], None]
 SMALL = Case(stages=3, microbatches=2)
 GROWN = Case(stages=2, microbatches=2, pipelines=3, redundancy="reroute")
 GROWN_MORE = Case(stages=2, microbatches=2, pipelines=4, redundancy="none")
@@ -62,3 +64,21 @@ def all_well(cases: Iterable[Case]) -> list[History]:
             pytest.fail(f"{problem}\npython -m tests.simulation --replay '{small.text()}'")
         histories.append(history)
     return histories
+
+
+def planted_in(bugs: dict[str, tuple[Bug, str]], words: str) -> Callable[[Bug], Bug]:
+    """Registers a bug under the name of its function, with words of the problem."""
+
+    def register(bug: Bug) -> Bug:
+        bugs[bug.__name__] = (bug, words)
+        return bug
+
+    return register
+
+
+def ended(case: Case) -> World:
+    """Returns the world of a case after its end, which was judged."""
+    world = World(case)
+    world.run()
+    world.judge.end()
+    return world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +14,13 @@ from engine.core.protocol import transitions, verdicts
 from engine.core.protocol.events import WorkerWord
 from engine.core.protocol.failure_detector import alive
 from engine.core.protocol.state import Phase, State
-from tests.simulation import actions, plans, provenance
+from tests.simulation import actions, provenance
 from tests.simulation.case import from_text
 from tests.simulation.churn import STRIKES, churn_case
 from tests.simulation.compiled import NOTHING, REDO
 from tests.simulation.executor import Executor
 from tests.simulation.judge import INSIDE, MOVED, WAITS_ON
-from tests.simulation.planting import all_well, caught
+from tests.simulation.planting import Bug, all_well, caught, planted_in
 from tests.simulation.test_membership_rules import patch_rule
 from tests.simulation.world import ASKED
 
@@ -31,13 +31,6 @@ HISTORIES = 160
 HALVES = 2
 TAKEN_IN, HANDED = "waiting worker becomes a member", "prepared hand-over is taken"
 TAKEN, HEALED = "another coordinator takes over", "shadow is healed"
-
-
-@pytest.fixture
-def _fresh_answers() -> Iterator[None]:
-    plans.forget()
-    yield
-    plans.forget()
 
 
 @pytest.mark.parametrize("half", range(HALVES))
@@ -73,17 +66,8 @@ def test_every_kind_of_strike_is_drawn() -> None:
 
 # Planted bugs
 
-PLANTED: dict[str, tuple[Callable[[Patch], None], str]] = {}
-
-
-def planted(words: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Registers a bug under the name of its function, with words of the problem."""
-
-    def register(bug: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        PLANTED[bug.__name__] = (bug, words)
-        return bug
-
-    return register
+PLANTED: dict[str, tuple[Bug, str]] = {}
+planted = partial(planted_in, PLANTED)
 
 
 @planted("the loss or the clip factor of step . differs|has received another")
@@ -166,7 +150,7 @@ def a_worker_has_other_owners(patch: Patch) -> None:
     patch.setattr(Executor, "enter", astray)
 
 
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: Patch) -> None:
     plant, words = PLANTED[bug]

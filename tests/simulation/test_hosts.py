@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.simulation.case import HOST_KINDS, Case, HostLoss, from_text
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.host_losses import SMALL_HOSTS, host_case, lost_at_every_moment
 from tests.simulation.host_world import AGAIN, AT_ONCE, HEIR_LOST, TAKEN, HostAgent, HostWorld
-from tests.simulation.planting import all_well, caught
+from tests.simulation.planting import Bug, all_well, caught, planted_in
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,17 +93,8 @@ def test_cases_of_hosts_round_trip() -> None:
 
 # Planted bugs
 
-PLANTED: dict[str, tuple[Callable[[Patch], None], str]] = {}
-
-
-def planted(words: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Registers a bug under the name of its function, with words of the problem."""
-
-    def register(bug: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        PLANTED[bug.__name__] = (bug, words)
-        return bug
-
-    return register
+PLANTED: dict[str, tuple[Bug, str]] = {}
+planted = partial(planted_in, PLANTED)
 
 
 def resumes(patch: Patch, change: Callable[[CoordinatorState], CoordinatorState]) -> None:

@@ -19,7 +19,7 @@ from engine.core.protocol.worker_machine import Stepped
 from engine.core.protocol.worker_state import EnterNextGroup, WorkerState
 from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.links import MS
-from tests.simulation.planting import SMALL, all_well, caught
+from tests.simulation.planting import SMALL, all_well, caught, ended
 from tests.simulation.run import run
 from tests.simulation.schedules import joining_case, take_overs
 from tests.simulation.world import World
@@ -30,13 +30,6 @@ JOINING = replace(SMALL, steps=5, waiting=1, joining=1)
 WANTED = next(  # stages are to move to the joiner
     Fault(1, "moment", 12, MOVE, number) for number in range(1, 100) if 3 in World(JOINING).wanted(number)
 )
-
-
-def ended(case: Case) -> World:
-    world = World(case)
-    world.run()
-    world.judge.end()
-    return world
 
 
 def test_a_worker_joins_without_a_failure_and_no_work_is_done_again() -> None:

@@ -22,12 +22,11 @@ from engine.core.protocol.worker_machine import Stepped
 from engine.core.protocol.worker_state import WorkerState
 from tests.core.membership_cases import kind_of
 from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, Case, Fault
-from tests.simulation.planting import SMALL, caught, kills, troubled
+from tests.simulation.planting import SMALL, Bug, caught, kills, troubled
 from tests.simulation.run import run
 from tests.simulation.schedules import leavings, moving_case, random_case, take_overs
 
 Patch = pytest.MonkeyPatch
-Bug = Callable[[Patch], None]
 PLANTED: dict[str, tuple[Bug, Callable[[], Iterator[Case]], str]] = {}
 KILLED = replace(SMALL, faults=(Fault(1, "moment", 30),))
 

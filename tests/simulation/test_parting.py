@@ -77,14 +77,7 @@ def test_many_random_histories() -> None:
 # Planted bugs
 
 
-@pytest.fixture
-def _fresh_answers() -> Iterator[None]:
-    plans.forget()
-    yield
-    plans.forget()
-
-
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 def test_accumulators_that_are_sent_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Replica.take_stream
 
@@ -96,19 +89,19 @@ def test_accumulators_that_are_sent_and_not_counted(monkeypatch: pytest.MonkeyPa
     caught(short_notices(SMALL, 5), "backward . of slot .* after 0 have been added|has counted .* and added")
 
 
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 def test_accumulators_that_are_planned_as_if_they_were_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.core.program.planner.held_after", lambda held, hands: held)
     caught(short_notices(SMALL, 5), "more and nothing less than it must")
 
 
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 def test_a_check_of_samples_that_knows_no_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EFFECTS, Op.HAND, SampleEffect.NONE)
     caught(short_notices(SMALL, 5), "samples: step .: worker . counted the .* 0 times")
 
 
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 def test_accumulators_that_are_sent_and_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that takes a sum and starts anew has the right bits; its records say that it counted samples twice."""
     monkeypatch.setattr("engine.core.program.planner.held_after", lambda held, hands: held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,7 @@ from tests.simulation.planting import GROWN, GROWN_MORE, SMALL, caught, kills, r
 from tests.simulation.replica import Replica
 from tests.simulation.run import run
 
-
-@pytest.fixture(autouse=True)
-def _fresh_answers() -> Iterator[None]:
-    plans.forget()
-    yield
-    plans.forget()
+pytestmark = pytest.mark.usefixtures("fresh_answers")
 
 
 def test_cases_pass_where_nothing_is_planted() -> None:

@@ -14,27 +14,19 @@ from engine.core.protocol import transitions
 from engine.core.protocol import transitions as requests
 from engine.core.protocol.state import Phase, State
 from engine.core.protocol.verdicts import all_inventoried, new_epoch
-from tests.simulation import actions, plans
+from tests.simulation import actions
 from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import HEAL
 from tests.simulation.executor import Executor
-from tests.simulation.planting import SMALL, all_well, caught
+from tests.simulation.planting import SMALL, all_well, caught, ended
 from tests.simulation.replica import first_replica
 from tests.simulation.run import run
 from tests.simulation.schedules import single_kills, take_overs, waiting_case
-from tests.simulation.world import World
 
 HISTORIES = 150
 TAKEN_IN = "waiting worker becomes a member"
 WAITING = replace(SMALL, steps=4, waiting=1)
 KILLED = replace(WAITING, faults=(Fault(1, "moment", 30),))
-
-
-def ended(case: Case) -> World:
-    world = World(case)
-    world.run()
-    world.judge.end()
-    return world
 
 
 def test_a_worker_that_waits_becomes_a_member_with_the_verdict() -> None:
@@ -95,13 +87,6 @@ def test_many_random_histories() -> None:
 # Planted bugs
 
 
-@pytest.fixture
-def _fresh_answers() -> Iterator[None]:
-    plans.forget()
-    yield
-    plans.forget()
-
-
 def test_death_of_a_waiting_worker_makes_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     def loses(state: State, gone: Iterable[Exclusion]) -> State:
         return new_epoch(state, state.moved_ns, gone)
@@ -118,7 +103,7 @@ def test_a_number_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     caught(take_overs(replace(WAITING, faults=(dies, Fault(1, "moment", 40))), 3), "number 3 is used twice")
 
 
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 def test_a_half_healed_replica_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each member is believed to hold all slots, also one that has just been taken in."""
 
@@ -130,7 +115,7 @@ def test_a_half_healed_replica_inherits(monkeypatch: pytest.MonkeyPatch) -> None
     caught(map(waiting_case, (9, 38, 44)), r"which it does not hold|lost \(\(\) indeed\)")
 
 
-@pytest.mark.usefixtures("_fresh_answers")
+@pytest.mark.usefixtures("fresh_answers")
 def test_a_half_healed_replica_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     def heal(worker: Executor, action: tuple[Any, ...]) -> bool:
         worker.replicas[action[1]] = first_replica(action[1], worker.case.pipelines)

@@ -86,15 +86,6 @@ class ExternalVerdict:
         """Returns the status of a part."""
         return next(each.status for each in self.parts if each.part == part)
 
-    @property
-    def is_flawed(self) -> bool:
-        """Whether something differs from the twin; what was not compared is no flaw, and no proof."""
-        return any(each.status == "different" for each in self.parts)
-
-    def lines(self) -> list[str]:
-        """Returns the verdict in words, a line for each part."""
-        return [f"{each.part}: {each.status}: {each.text}" for each in self.parts]
-
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as JSON values."""
         return {

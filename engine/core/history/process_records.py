@@ -116,19 +116,10 @@ class KeysLeftRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairsRecord(StampedRecord):
-    """The guard of NCCL's sockets: a network `namespace`, or `none` because of `why`. Older runs had a `proof` too."""
+    """The guard of NCCL's sockets: a network `namespace`, or `none` because of `why`."""
 
     guard: str
     why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnprovenRecord(StampedRecord):
-    """Older runs: worker `of` has detected something wrong in a group, with worker `peer` if it is known."""
-
-    of: int
-    peer: int | None
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,21 +134,6 @@ class ForkServerEndedRecord(StampedRecord):
     """The fork server, process `child`, has ended."""
 
     child: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorRecord(StampedRecord):
-    """Older runs: a coordinator process has started; one coordinates, the other is its standby."""
-
-    child: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorEndedRecord(StampedRecord):
-    """Older runs: the coordinator process has ended, and its standby takes over."""
-
-    child: int
-    code: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

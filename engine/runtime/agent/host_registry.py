@@ -35,7 +35,7 @@ from engine.core.errors import (
 from engine.core.hosts.ends import LeaseTime
 from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences
 from engine.core.kv import KV, Lease, Put, Txn, absent
-from engine.runtime.process.interrupts import breakable
+from engine.runtime.process.interrupts import rest
 
 # The lease of a host, kept by a thread of its own: no other call to the store, and no work of the host, holds it up.
 #
@@ -258,7 +258,7 @@ class HostKeys:
                 why = str(error)
             if time.monotonic() - seen_s > _ELECTION_S:
                 raise CoordinatorUnavailableError(why)
-            _pause()
+            rest(_POLL_S)
 
     def _refusal(self) -> HostOutcome | None:
         entry = self._kv.get(_REFUSED) if self.elected() is None else None
@@ -305,7 +305,7 @@ class HostRegistry(HostKeys):
             self._look_for_refusal()
             if time.monotonic() >= until_s:
                 raise EnvironmentLacksError(_missing(hosts, wanted, number, patience_s))
-            _pause()
+            rest(_POLL_S)
 
     def _refuse(self, hosts: Sequence[RegisteredHost], why: str) -> NoReturn:
         """Ends the beginning of a run, also for those hosts that look when others of them have left."""
@@ -371,7 +371,7 @@ class HostRegistry(HostKeys):
                 seen_s = time.monotonic()
             elif time.monotonic() - seen_s > _ELECTION_S:
                 raise CoordinatorUnavailableError(f"host {run.name}, which coordinated the run, is lost")
-            _pause()
+            rest(_POLL_S)
         return outcome
 
     def tell(self, outcome: HostOutcome) -> None:
@@ -387,14 +387,14 @@ class HostRegistry(HostKeys):
         """Returns the host that was elected, None if there is none after a time."""
         until_s = time.monotonic() + patience_s
         while (host := self.elected()) is None and time.monotonic() < until_s:
-            _pause()
+            rest(_POLL_S)
         return host
 
     def waited(self, look: Callable[[], HostOutcome | None], patience_s: float) -> HostOutcome | None:
         """Returns the outcome as soon as there is one, None after a time."""
         until_s = time.monotonic() + patience_s
         while (outcome := look()) is None and time.monotonic() < until_s:
-            _pause()
+            rest(_POLL_S)
         return outcome
 
 
@@ -403,8 +403,3 @@ def _missing(hosts: Sequence[RegisteredHost], wanted: Sequence[str], number: int
     came = f"{len(names)} of {number} hosts came within {patience_s:g} s: {', '.join(names) or 'none'}"
     absent_names = [each for each in wanted if each not in names]
     return f"{came}; missing: {', '.join(absent_names)}" if absent_names else came
-
-
-def _pause() -> None:
-    with breakable():
-        time.sleep(_POLL_S)

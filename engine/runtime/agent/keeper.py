@@ -18,6 +18,7 @@ from typing import Any
 from engine.core.checkpoint_rules import keeps_any
 from engine.core.errors import StorageError, required
 from engine.core.job.job import Job
+from engine.files.atomic_write import closing_fd
 from engine.files.checkpoint_storage import is_url
 from engine.files.run_folder import CHECKPOINTS_FOLDER
 from engine.runtime.agent import disk_work
@@ -130,8 +131,5 @@ NO_KEEPER = Keeper(start_thread, Job(), "")  # of a run that keeps no checkpoint
 
 def fork_keeper(server: ForkServer, fd: int) -> Child:
     """Starts a keeper as a process, which the launcher can give up."""
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    try:
+    with closing_fd(os.open(os.devnull, os.O_WRONLY)) as quiet:
         return server.fork("keeper", _NAME, quiet, [fd])
-    finally:
-        os.close(quiet)

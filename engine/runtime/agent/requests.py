@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from engine.core.history.process_records import RefusedRecord
 from engine.core.history.run_records import AddedRecord
 from engine.core.job.job import Job
 from engine.core.protocol.state import State
+from engine.files.atomic_write import closing_fd, write_atomically
 from engine.runtime.process.recorder import Recorder
 
 # Requests to a launcher while its job runs: files ``<kind>-<hex>.json`` in its run folder.
@@ -35,6 +37,22 @@ _MOST_OF_REASON = 500  # characters
 _TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"?')
 
 
+def ask(run: Path, kind: str, asks: object) -> Path:
+    """Writes a request, readable only by the user, into the folder of a run; `kind` is the beginning of its name."""
+    path = run / f"{kind}{secrets.token_hex(8)}{_ENDING}"
+    write_atomically(path, json.dumps(asks))
+    return path
+
+
+def withdraw(request: Path) -> bool:
+    """Withdraws a request; returns False if the launcher was first, which takes only what it can remove itself."""
+    try:
+        request.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class RequestFile:
     """One request that waits for its answer."""
@@ -48,14 +66,11 @@ class RequestFile:
 
     def text(self) -> str:
         """Returns its text; raises ValueError if another user may have written it, or OSError."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
             facts = os.fstat(fd)
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
                 raise ValueError("expected a regular file of this user with mode 0600")
             data = os.read(fd, MAX_BYTES + 1)
-        finally:
-            os.close(fd)
         if len(data) > MAX_BYTES:
             raise ValueError(f"it is longer than {MAX_BYTES} bytes")
         return data.decode()

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.core.checks.audit import AuditBook, AuditMarks
-from engine.core.checks.trajectory import LoadedBook, PurityBook, TrajectoryRow
+from engine.core.checks.trajectory import AuditBook, AuditMarks, LoadedBook, PurityBook, TrajectoryRow
 from engine.core.errors import (
     GPU_MEMORY,
     BambooError,

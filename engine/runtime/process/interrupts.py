@@ -212,6 +212,12 @@ def breakable() -> contextlib.AbstractContextManager[None]:
     return _present[0].breakable() if _present else contextlib.nullcontext()
 
 
+def rest(seconds: float) -> None:
+    """Sleeps, until a signal breaks it off."""
+    with breakable():
+        time.sleep(seconds)
+
+
 @contextlib.contextmanager
 def _acting(act: Act) -> Iterator[Interrupts]:
     before = {number: signal.getsignal(number) for number in (*_TAKEN, signal.SIGALRM, signal.SIGCHLD)}

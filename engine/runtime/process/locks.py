@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from engine.files.atomic_write import closing_fd
+
 # A lock on a folder that a process uses; the kernel releases it when the process ends, also by SIGKILL.
 #
 # Rule: a file system may have no such locks. A folder there counts as used, because nothing proves the contrary.
@@ -17,13 +19,10 @@ from pathlib import Path
 @contextlib.contextmanager
 def folder_used(folder: Path) -> Iterator[None]:
     """Marks a folder as used during the block; several processes may use it. The lock is not inherited."""
-    fd = _open(folder)
-    try:
+    with closing_fd(_open(folder)) as fd:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH)
         yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksErro
 from engine.core.history.process_records import StoreEndedRecord
 from engine.files.atomic_write import open_to_append
 from engine.runtime.process import subprocesses
-from engine.runtime.process.interrupts import breakable
+from engine.runtime.process.interrupts import rest
 from engine.runtime.process.recorder import Recorder
 from engine.runtime.process.subprocesses import is_readable
 from engine.runtime.store.etcd_settings import SOCKET, EtcdSettings, private_settings
@@ -126,8 +126,7 @@ class EmbeddedEtcd:
             if late or self._process.poll() is not None:
                 reason = self._last_words() if not late else f"no socket after {START_TIMEOUT_S:g} s"
                 raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
-            with breakable():
-                time.sleep(_POLL_S)
+            rest(_POLL_S)
         return private_settings(self._data.parent)
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from engine.core.messages import LinkMessage
+from engine.files.atomic_write import closing_fd
 from engine.runtime.transport.link_wire import TlsWire, Wire
 
 GREET_S = 10.0  # for the handshake and the token of one connection
@@ -180,9 +181,6 @@ def _context(network: Mapping[str, str], protocol: int) -> ssl.SSLContext | None
 @contextlib.contextmanager
 def _file(text: str) -> Iterator[str]:
     """Yields the path of an in-memory file, for a library that only reads files."""
-    fd = os.memfd_create("bamboo-tls", os.MFD_CLOEXEC)
-    try:
+    with closing_fd(os.memfd_create("bamboo-tls", os.MFD_CLOEXEC)) as fd:
         os.write(fd, text.encode())
         yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
