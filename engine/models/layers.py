@@ -70,7 +70,8 @@ class Model:
     the uses of each buffer that several layers have copies of, as (layer index, buffer name): no forward may change it.
     With `is_cut_by_sample`, dimension 0 of all that the loss takes is the sample, and the loss of the first samples is
     that of their rows. In evaluation the loss takes the first `num_loss_outputs` outputs and metrics take the others;
-    with 0, both take all. `notes` are for the user: what could not be split.
+    with 0, both take all. `notes` are for the user: what could not be split. `straight` are layers of the recorder that
+    are lists of torch's own operations (engine.models.traced.straight): a shorter trial is enough for them.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -83,6 +84,7 @@ class Model:
     is_cut_by_sample: bool = True
     num_loss_outputs: int = 0
     notes: tuple[str, ...] = ()
+    straight: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""

@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 _PACKAGE = "transformers"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+_FILES = ("masking_utils.py", "integrations/sdpa_attention.py")
 _READ = ("softcap", "output_attentions")  # by the attention, out of its other arguments
 _FACTS = ("num_key_value_groups", "is_causal", "training")
 
@@ -45,6 +47,11 @@ class MaskDecision:
     def __init__(self, ignores: Callable[..., Any]):
         self._ignores = ignores
 
+    @property
+    def is_of_transformers(self) -> bool:
+        """Whether the decision is that of transformers itself, which depends on its arguments alone."""
+        return _is_of_transformers(self._ignores)
+
     def __call__(self, padding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the decision of transformers about the padding of a microbatch."""
         return torch.tensor(bool(self._ignores(padding, *args, **kwargs)), device=padding.device)
@@ -57,9 +64,20 @@ class OptionalMaskAttention:
         self._attend = attend
         self._facts = SimpleNamespace(**{name: getattr(module, name) for name in _FACTS if hasattr(module, name)})
 
+    @property
+    def is_of_transformers(self) -> bool:
+        """Whether the attention is that of transformers itself, which depends on its arguments alone."""
+        return _is_of_transformers(self._attend)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ignores: Tensor, **kwargs: Any) -> Any:
         """Returns what the attention returns; `ignores` is the decision about the mask."""
         return self._attend(self._facts, query, key, value, None if ignores.item() else mask, **kwargs)
+
+
+def _is_of_transformers(function: Callable[..., Any]) -> bool:
+    folder = Path(getattr(sys.modules.get(_PACKAGE), "__file__", None) or "").parent
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename in {str(folder / name) for name in _FILES}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from engine.models.data import Data
 from engine.models.layers import LayerSpec, Model, ModuleCopy, Tensors
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept
+from engine.models.model_registry import is_own
 from engine.models.token_limits import limit_rows, token_limits
 from engine.models.traced.pieces import (
     Cut,
@@ -38,6 +39,7 @@ from engine.models.traced.recording import (
     told,
 )
 from engine.models.traced.source_text import Piece, PieceProgram, Writer
+from engine.models.traced.straight import is_straight
 
 _SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
 _OUTPUT_TOO = "a forward that returns an output beside its loss"
@@ -92,13 +94,28 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     planned = [_planned(cuts, trace, splitter) for trace, splitter in zip(traces, splitters, strict=True)]
     _refuse_other_borders(cuts, traces, planned)
     _refuse_buffers_of_two_layers(traces[0], planned[0])
+    pieces = _pieces(module, traces, planned, _device_of(job))
     layers = [
         LayerSpec(name, kind, ModuleCopy(name, piece))
-        for (name, kind), piece in zip(
-            names_of(cuts, traces[0]), _pieces(module, traces, planned, _device_of(job)), strict=True
-        )
+        for (name, kind), piece in zip(names_of(cuts, traces[0]), pieces, strict=True)
     ]
-    return replace(_with_loss(job, layers, traces, splitters, has_metrics), notes=notes)
+    model = _with_loss(job, layers, traces, splitters, has_metrics)
+    straight = _straight(pieces, planned[0], traces[0], splitters[0], has_own_loss=is_own(job.loss))
+    return replace(model, notes=notes, straight=straight)
+
+
+def _straight(
+    pieces: Sequence[Piece], planned: Sequence[PlannedPiece], trace: Trace, splitter: Splitter, *, has_own_loss: bool
+) -> frozenset[int]:
+    """Returns the pieces which are lists of torch's own operations in training, the last one with the loss."""
+    straight = {
+        number
+        for number, (piece, plan) in enumerate(zip(pieces, planned, strict=True))
+        if is_straight(plan, trace, [*piece.parameters(), *piece.buffers()])
+    }
+    tail = splitter.loss()
+    is_last = not has_own_loss and (tail is None or is_straight(tail, trace, ()))
+    return frozenset(straight if is_last else straight - {len(pieces) - 1})
 
 
 def _opened(

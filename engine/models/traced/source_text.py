@@ -45,6 +45,9 @@ class PieceProgram(NamedTuple):
     text: str
     lines: Mapping[int, CodeLine]
 
+    def __deepcopy__(self, memo: object) -> PieceProgram:
+        return self  # nothing of it changes, and copies of a piece are made often
+
     def blamed(self, error: BaseException) -> BaseException:
         """Returns an exception of `run` with a traceback that ends in the user's line."""
         last: TracebackType | None = error.__traceback__

@@ -22,7 +22,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from engine.core.messages import BeginMessage, ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
@@ -47,15 +47,27 @@ def serve(launcher: Link, launcher_pid: int) -> None:
     """Starts an intermediate process per batch of forks, and sends "left" at its end, until the launcher is gone."""
     server = os.getpid()
     while (begin := launcher.receive()) is not None:
-        for module in begin.preload if isinstance(begin, BeginMessage) else ():
-            with contextlib.suppress(Exception):  # the worker that needs a missing package tells the user
-                importlib.import_module(module)
+        with _without_search():
+            for module in begin.preload if isinstance(begin, BeginMessage) else ():
+                with contextlib.suppress(Exception):  # the worker that needs a missing package tells the user
+                    importlib.import_module(module)
         with contextlib.suppress(OSError):  # fork may fail
             if (between := os.fork()) == 0:
                 die_with_parent(server)
                 _fork_until_told(launcher, launcher_pid)
             os.waitpid(between, 0)
         launcher.send(LeftMessage())
+
+
+@contextlib.contextmanager
+def _without_search() -> Iterator[None]:
+    """Imports modules without a search for garbage among them: it takes time, and they stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _fork_until_told(launcher: Link, launcher_pid: int) -> NoReturn:
@@ -122,16 +134,14 @@ def main() -> None:
         pass  # reserves numbers 0 to 2 if a standard stream is closed: a child puts its log there
     os.close(spare)
     launcher = Link.from_fd(int(sys.argv[1]))
-    gc.disable()  # modules stay, and a search for garbage among them takes 0.1 s of the launch
     try:
-        for module in PRELOAD:
-            importlib.import_module(module)
+        with _without_search():
+            for module in PRELOAD:
+                importlib.import_module(module)
     except ImportError as error:
         launcher.receive_with_fds(), launcher.receive_with_fds()  # what is left unread takes the answer away
         launcher.send(UnforkedMessage(str(error)))
         raise
-    gc.freeze()
-    gc.enable()
     name_process("bamboo-fork")
     serve(launcher, int(sys.argv[2]))
     os._exit(0)  # skips the teardown of all imported modules

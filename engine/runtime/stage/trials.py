@@ -60,6 +60,12 @@ def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int
 #     second copy  redo-F1 F0 B0 F1 B1       redo-F1 with the first copy's buffers before F1, as in a takeover
 #
 # Outputs, gradients, weights and buffers must have the same bits in both copies, and in a second process.
+#
+# A straight layer (engine.models.traced.straight) has nothing that a forward could leave behind, on the host. It is
+# tried to find kernels that read unwritten memory, and for the second process:
+#
+#     first copy   F0 B0
+#     second copy  redo-F0
 
 MICROBATCHES = (0, 1)
 _MARK_DIGITS = 16
@@ -102,9 +108,11 @@ class LayerTrial:
         self.job, self.model, self.index, self.device = job, model, index, device
         self.inputs = inputs
         self.targets = targets if index == len(model.layers) - 1 else None
+        self.is_straight = index in model.straight and device.is_host
         self.flops = self.residual = (0, 0)  # of a forward and a backward; bytes of a residual and of its input
         self.marked = LayerDigests(f"layer {index} ({model.layers[index].name})")
-        calls = [self._called_with(microbatch) for microbatch in MICROBATCHES]
+        self._microbatches = range(len(inputs))
+        calls = [self._called_with(microbatch) for microbatch in self._microbatches]
         self.marked.note(INPUT, (tensor for args, also in calls for tensor in (*args, *(also or ()))), "")
         self._before_second = snapshot_of(())  # the buffers before the second forward
         self._own: dict[str, object] = {}  # generators that the current copy has as attributes
@@ -114,15 +122,16 @@ class LayerTrial:
         """Tries the first copy; returns its outputs per microbatch, the inputs of the next layer. Errors propagate."""
         stage = self._built("")
         outputs = []
-        for microbatch in MICROBATCHES:
+        for microbatch in self._microbatches:
             if not self.job.retains:  # else `Stage.forward` does it
                 stage.history.note(microbatch)
             with FlopCount() as forward:
                 outputs.append(self._forward(stage, microbatch, ""))
         self._before_second = stage.history.before(1)
-        with self._refusing("when its forward is redone"):
-            self._redo(stage, 0, "when its forward is redone")
-        for microbatch in MICROBATCHES:
+        if not self.is_straight:
+            with self._refusing("when its forward is redone"):
+                self._redo(stage, 0, "when its forward is redone")
+        for microbatch in self._microbatches:
             with FlopCount() as backward:
                 self._backward(stage, microbatch, "")
         self.flops = forward.flops, backward.flops
@@ -135,6 +144,9 @@ class LayerTrial:
         with self._refusing(when):
             stage = self._built("when it is built again")
             stage.counted = len(MICROBATCHES)  # as in a shadow that received a stream
+            if self.is_straight:
+                self._redo(stage, 0, "in a second copy")
+                return
             with lending(modules_of(stage.layers.values()), self._before_second.copy().buffers()):
                 self._redo(stage, 1, "in a copy that has not run the forwards before it")
             stage.forget_step()

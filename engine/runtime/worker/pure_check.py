@@ -128,8 +128,9 @@ class PureCheck:
     def _try(self, stage: int, twice: bool) -> None:
         layers = range(self.starts[stage], (*self.starts[1:], len(self.model.layers))[stage])
         trials: list[LayerTrial] = []
+        num_inputs = 1 if self.device.is_host and self.model.straight.issuperset(layers) else len(MICROBATCHES)
         for inputs in self._inputs(stage):
-            trials = self._first_trials(layers, inputs, self._targets(stage))
+            trials = self._first_trials(layers, inputs[:num_inputs], self._targets(stage))
             if len(trials) == len(layers):
                 break
         with unwritten_filled() if self.job.deterministic else contextlib.nullcontext():
