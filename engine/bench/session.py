@@ -14,6 +14,7 @@ from pathlib import Path
 from engine.bench.figures import (
     REMARKS,
     SIDES,
+    TORCH_NAMES,
     BenchRow,
     Cases,
     CodecTimes,
@@ -39,7 +40,6 @@ from engine.core.messages import (
     WelcomeMessage,
 )
 from engine.core.ownership import Ownership
-from engine.core.program.schedules import SCHEDULES
 from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
 from engine.runtime.process.fork_client import ForkServer
@@ -54,7 +54,7 @@ _BLOCKS: Args = {"width": 256, "depth": 6}
 
 
 def pipeline_cases(quick: bool) -> Cases:
-    """Returns the cases of `bamboo bench pipeline`: every schedule on sleeping stages, some on a model."""
+    """Returns the cases of `bamboo bench pipeline`: schedules with a peer in torch, on sleeping stages or a model."""
     return {name: partial(bench_pipeline, name, job, 3 if quick else 20) for name, job in pipeline_jobs().items()}
 
 
@@ -67,7 +67,7 @@ def pipeline_jobs() -> dict[str, Job]:
         jobs[f"{schedule} gpt P=2 M=8"] = Job(
             model="gpt", model_args=_BLOCKS, stages=2, schedule=schedule, redundancy="none"
         )
-    for schedule in (name for name in SCHEDULES if name not in _PLAIN):
+    for schedule in (name for name in TORCH_NAMES if name not in _PLAIN):
         job = schedule_job(schedule)
         v = job.stages_per_worker
         jobs[f"{schedule} timed P={job.stages // v} V={v} M={job.microbatches}"] = job

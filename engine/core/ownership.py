@@ -137,14 +137,17 @@ def by_slot(owners: Iterable[int], stages: int) -> dict[Slot, int]:
     return {divmod(place, stages): owner for place, owner in enumerate(owners)}
 
 
-def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop") -> Ownership:
+def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop", directions: int = 1) -> Ownership:
     """Returns the ownership at the start of a job: P / V workers per pipeline, numbered pipeline by pipeline.
 
-    A worker owns all blocks of its stages.
+    A worker owns all blocks of its stages. With two `directions` every second pipeline runs on the workers of the one
+    before it, in reverse.
     """
     num_workers = grid.stages // grid.blocks // stages_per_worker
     placed = [worker_of(slot // grid.blocks, num_workers, placement) for slot in range(grid.stages)]
-    return Ownership(grid, tuple(d * num_workers + each for d in range(grid.pipelines) for each in placed))
+    lines = (placed, [num_workers - 1 - place for place in placed])
+    teams = (divmod(pipeline, directions) for pipeline in range(grid.pipelines))
+    return Ownership(grid, tuple(team * num_workers + each for team, way in teams for each in lines[way]))
 
 
 def with_shadows(

@@ -88,7 +88,20 @@ def test_known_names_are_allowed(name: str) -> None:
     if name in LR_SCHEDULES:
         assert problems_of(lr_schedule=name) == []
     else:
-        assert problems_of(schedule=name, stages_per_worker=SCHEDULES[name].stages_per_worker[0]) == []
+        schedule = SCHEDULES[name]
+        shape = {"stages_per_worker": schedule.stages_per_worker[0], "pipelines": schedule.directions}
+        assert problems_of(schedule=name, **shape) == []
+
+
+def test_two_directions_need_pairs_of_pipelines_and_a_worker_in_each_half() -> None:
+    both: dict[str, Any] = {"schedule": "dualpipe", "stages": 4, "microbatches": 4}
+    assert Job(**both, pipelines=4).num_workers == 8
+    (odd,) = problems_of(**both, pipelines=3)
+    assert odd.startswith("pipelines: expected an even number with schedule dualpipe, found 3")
+    (middle,) = problems_of(**both | {"stages": 3}, pipelines=2)
+    assert middle.startswith("stages: expected an even number with schedule dualpipe, found 3")
+    (shards,) = problems_of(**both, pipelines=2, fsdp=1)
+    assert shards.startswith("fsdp: expected 0 with schedule dualpipe")
 
 
 @pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "1,3,20"])

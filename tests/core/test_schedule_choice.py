@@ -148,6 +148,7 @@ def test_the_table_compares_on_equal_work() -> None:
         "zbv": 51 / 48,
         "dualpipev": 51 / 48,
         "dualpipev-overlapped": 54 / 48,
+        "dualpipe": 50 / 48,
     }
     assert (rows["1f1b"].transfers, rows["interleaved"].transfers, rows["zbv"].transfers) == (48, 112, 96)
 
@@ -160,12 +161,14 @@ def test_what_does_not_fit_is_named_with_the_reason() -> None:
         "(4 stages are then on 2 workers)"
         for name, schedule in SCHEDULES.items()
         if not schedule.takes(1)
-    }
+    } | {"dualpipe": "microbatches: expected a whole number >= 4 with schedule dualpipe on 4 workers, found 1"}
     assert {*SCHEDULES} - {row.schedule for row in comparison.rows} == {*comparison.skipped}
     few = compare(8, 7, 2).skipped
     expected = "microbatches: expected a whole number >= 8 with schedule dualpipev on 4 workers, found 7"
     assert few["dualpipev"] == expected
     assert "zbv" not in few
+    odd = compare(4, 9, 1).skipped["dualpipe"]
+    assert odd == "microbatches: expected an even number, half in each direction, found 9"
 
 
 def test_the_table_takes_costs() -> None:

@@ -21,7 +21,8 @@ from tests.core.passing_time import passed
 
 FORWARD, BACKWARD = 1, 2
 WORKERS = (2, 3, 4, 5, 6, 7, 8, 11, 16)  # of the part
-LISTS = [name for name, schedule in SCHEDULES.items() if not schedule.overlaps]  # these have those of another
+# Schedules with pairs have the lists of another one.
+LISTS = [name for name, schedule in SCHEDULES.items() if not schedule.overlaps and schedule.directions == 1]
 
 
 def late(num_workers: int, num_microbatches: int) -> int:
@@ -144,3 +145,22 @@ def test_every_microbatch_goes_forward_and_back_once_and_in_order(name: str) -> 
                     assert found == list(range(m))
             assert sorted({action.stage for action in line}) == stages
             assert len({*line}) == len(line)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 6, 8, 16])
+def test_two_directions_wait_and_stash_half_as_much_as_the_zero_bubble_of_one(workers: int) -> None:
+    """Both directions together have 2M microbatches, and P + 1 of their residuals are on each worker."""
+    schedule = SCHEDULES["dualpipe"]
+    for microbatches in (workers, workers + 3, 3 * workers):
+        grid = Grid(workers, microbatches, 2)
+        ownership, lists = fresh(grid, directions=2), schedule(workers, microbatches)
+        run = dry_run(with_transfers(on_owners(lists, ownership), ownership), ownership)
+        assert max(run.waits.values()) == workers // 2 - 1
+        assert run.makespan == 2 * microbatches * (FORWARD + BACKWARD) + workers // 2 - 1
+        assert {peak_stash(line) for line in lists} == {workers + 1}
+        for worker, line in enumerate(lists):
+            assert {(each.pipeline, each.stage) for each in line} == {*ownership.slots_of(worker)}
+            for slot in ownership.slots_of(worker):
+                for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
+                    order = [each.microbatch for each in line if (each.pipeline, each.stage) == slot and each.op in ops]
+                    assert order == list(range(microbatches))

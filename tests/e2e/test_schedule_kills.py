@@ -66,6 +66,7 @@ def job_of(schedule: str, number: int, model: dict[str, Any] = SMALL) -> Job:
         schedule=schedule,
         redundancy=("lazy", "eager")[number % 2],
         microbatches=9 if number % 3 == 0 else 8,
+        pipelines=SCHEDULES[schedule].directions,
     )
 
 

@@ -24,9 +24,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def plain(model: str, microbatches: int) -> list[Texts]:
+def plain(model: str, microbatches: int, pipelines: int) -> list[Texts]:
     """Returns the rows of a model by the plain loop."""
-    loop = PlainLoop(Job(**SIZES | MODELS[model], microbatches=microbatches))
+    loop = PlainLoop(Job(**SIZES | MODELS[model], microbatches=microbatches, pipelines=pipelines))
     return [row for step in range(loop.job.steps) for row in loop.step(step)]
 
 
@@ -47,8 +47,7 @@ def test_every_schedule_trains_to_the_same_bits(
     schedule: str, model: str, microbatches: int, train: Callable[..., Ending]
 ) -> None:
     stages_per_worker = 2 if SCHEDULES[schedule].takes(2) else 1
-    job = Job(
-        **SIZES | MODELS[model], microbatches=microbatches, schedule=schedule, stages_per_worker=stages_per_worker
-    )
+    shape = {"stages_per_worker": stages_per_worker, "pipelines": SCHEDULES[schedule].directions}
+    job = Job(**SIZES | MODELS[model] | shape, microbatches=microbatches, schedule=schedule)
     rows = [row.texts() for row in train(job).view.run_state.rows]
-    assert rows == plain(model, microbatches)
+    assert rows == plain(model, microbatches, job.pipelines)

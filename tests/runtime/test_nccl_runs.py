@@ -61,6 +61,7 @@ def test_every_schedule_with_a_kill(
     nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, name: str, pipelines: int, redundancy: Redundancy
 ) -> None:
     v = max(1, SCHEDULES[name].stages_per_worker[0])
+    pipelines = max(pipelines, SCHEDULES[name].directions)
     layout = {"schedule": name, "stages": 4, "stages_per_worker": v, "pipelines": pipelines, "redundancy": redundancy}
     same_bits(nccl, monkeypatch, {**MLP, **layout, "log_every": int(redundancy == "lazy")}, f"1:{4 // v - 1}:F:2")
 

@@ -52,6 +52,7 @@ def test_every_schedule_with_a_kill_and_a_heal(
 ) -> None:
     schedule = SCHEDULES[name]
     v = max(1, schedule.stages_per_worker[0])
+    pipelines = max(pipelines, schedule.directions)
     layout = {"schedule": name, "stages": 4, "stages_per_worker": v, "pipelines": pipelines, "redundancy": redundancy}
     run(Job(**{**SMALL, **layout, "log_every": int(redundancy == "lazy")}), [f"1:{4 // v - 1}:F:2"])
     assert orders.crossed == []

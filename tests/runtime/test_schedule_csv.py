@@ -88,7 +88,7 @@ def test_lists_of_torch_load_are_verified_and_leave_the_same(
 
 
 @pytest.mark.parametrize("m", [8, 11])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.directions == 1])
 def test_ours_load_there(name: str, m: int, tmp_path: Path) -> None:
     schedule = SCHEDULES[name]
     v = max(2, schedule.stages_per_worker[0]) if schedule.takes(2) else 1

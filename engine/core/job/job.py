@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from engine.core.errors import MASK, Problem, is_secret, nearest
 from engine.core.ownership import Grid, PlacementChoice, Redundancy
+from engine.core.program.schedules import SCHEDULES
 from engine.core.texts import counted
 from engine.core.units import Args, described, whole_units
 
@@ -277,8 +278,9 @@ class Job:
 
     @property
     def most_workers(self) -> int:
-        """The number of workers without `workers`: P / V in each pipeline."""
-        return self.stages // max(1, self.stages_per_worker) * self.pipelines
+        """The number of workers without `workers`: P / V in each pipeline, or in two of opposite directions."""
+        directions = SCHEDULES[self.schedule].directions if self.schedule in SCHEDULES else 1
+        return self.stages // max(1, self.stages_per_worker) * self.pipelines // directions
 
     @property
     def num_workers(self) -> int:

@@ -115,6 +115,9 @@ def _check_named(
         problems.append(Problem("stages_per_worker", f"{wanted} with schedule {name}", str(stages_per_worker), hint))
     if choice not in ("auto", schedule.placement) and stages_per_worker > 1:
         problems.append(Problem("placement", f"{schedule.placement} with schedule {name}", repr(choice)))
+    if num_workers % schedule.directions:
+        hint = "a worker of the first half has the mirror image of one of the second half"
+        problems.append(Problem("stages", f"an even number with schedule {name}", str(num_workers), hint))
     few = schedule.least_microbatches(num_workers)
     if microbatches < few and not problems:
         expected = f"a whole number >= {few} with schedule {name} on {num_workers} workers"
@@ -196,7 +199,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     if not 0 <= job.ema < 1:
         problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
+    problems += [*_check_directions(job), *_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *metric_problems(job)]
     problems += argument_problems("predict_args", PREDICT_ARGUMENTS, job.predict_args, all_of=False)
@@ -250,6 +253,20 @@ def no_blocks(job: Job) -> list[tuple[str, str]]:
         fitting = ", ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
         obstacles.append((f"schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
     return obstacles
+
+
+def _check_directions(job: Job) -> list[Problem]:
+    schedule = SCHEDULES.get(job.schedule)
+    if schedule is None or schedule.directions == 1:
+        return []
+    problems = []
+    if job.pipelines % schedule.directions:
+        hint = "microbatches enter at both ends, and each direction is a pipeline with weights of its own"
+        problems.append(Problem("pipelines", f"an even number with schedule {job.schedule}", str(job.pipelines), hint))
+    if job.fsdp:
+        hint = "a worker needs the whole stages of both directions in turn"
+        problems.append(Problem("fsdp", f"0 with schedule {job.schedule}", str(job.fsdp), hint))
+    return problems
 
 
 def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:

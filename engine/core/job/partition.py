@@ -16,7 +16,7 @@ from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.schedule_csv import placement_of
+from engine.core.program.schedule_csv import directions_of, placement_of
 from engine.core.texts import counted
 from engine.core.units import whole_number
 
@@ -157,7 +157,7 @@ def _not_rising(form: str, num_stages: int, num_layers: int) -> Problem:
 def fresh_ownership(job: Job) -> Ownership:
     """Returns the ownership of a job before any failure."""
     placement = placement_of(job.schedule, job.placement)
-    ownership = fresh(job.grid, job.stages_per_worker, placement)
+    ownership = fresh(job.grid, job.stages_per_worker, placement, directions_of(job.schedule))
     if job.workers:  # neighbours together: the fewest transfers
         owners = tuple(each * job.workers // job.most_workers for each in ownership.owners)
         ownership = replace(ownership, owners=owners)

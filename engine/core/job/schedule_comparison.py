@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.core.action import COMPUTE_OPS, SEND_OPS, Program
+from engine.core.errors import Problem
 from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
@@ -56,20 +57,25 @@ def compare(
     """Returns the comparison of all schedules on stages / V workers.
 
     `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
-    at V times the cost. `begin` is called with the name of each schedule that fits before its dry run. A transfer takes
-    `latency`. With `overlapping` the two actions of a pair run at once, in a schedule that is made for it.
+    at V times the cost; one of two directions has half of the microbatches in each. `begin` is called with the name of
+    each schedule that fits before its dry run. A transfer takes `latency`. With `overlapping` the two actions of a pair
+    run at once, in a schedule that is made for it.
     """
     num_workers = stages // stages_per_worker
     rows: list[ComparisonRow] = []
     skipped: dict[str, str] = {}
     for name, schedule in SCHEDULES.items():
         v = 1 if schedule.takes(1) and not schedule.takes(stages_per_worker) else stages_per_worker
-        problems = check_schedule(name, num_workers * v, v, microbatches, "auto")
+        each_way, rest = divmod(microbatches, schedule.directions)
+        problems = check_schedule(name, num_workers * v, v, each_way, "auto")
+        if rest:
+            problems.append(Problem("microbatches", "an even number, half in each direction", str(microbatches)))
         if problems:
             skipped[name] = str(problems[0])
             continue
         begin(name)
-        ownership = fresh(Grid(num_workers * v, microbatches), v, schedule.placement)
+        grid = Grid(num_workers * v, each_way, schedule.directions)
+        ownership = fresh(grid, v, schedule.placement, schedule.directions)
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())
         run = partial(dry_run, latency=latency, overlapping=overlapping and schedule.overlaps is not None)

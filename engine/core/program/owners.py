@@ -19,7 +19,7 @@ from engine.core.ownership import Grid, Ownership, worker_of
 from engine.core.program.dependencies import peers_of
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import merged_compute
-from engine.core.program.schedule_csv import is_text, lists_from_csv
+from engine.core.program.schedule_csv import directions_of, is_text, lists_from_csv
 from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists, in_blocks
 
 
@@ -50,7 +50,7 @@ def owners_compute(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Owners
     places = {
         ownership.owner(pipeline, stage): (place, pipeline)
         for place, stage in enumerate(list_at.first_stages)
-        for pipeline in range(grid.pipelines)
+        for pipeline in range(0, grid.pipelines, directions_of(schedule))
     }
 
     def line(worker: int) -> ComputeList:
@@ -121,12 +121,16 @@ class _Lists:
 
 def _lists(schedule: str, ownership: Ownership) -> _Lists | None:
     """Returns the compute lists of each pipeline; None if a stage is not on its worker of a fresh job."""
-    grid, teams = ownership.grid, []
+    grid, teams, directions = ownership.grid, [], directions_of(schedule)
     for pipeline in range(grid.pipelines):
         first = pipeline * grid.stages
-        teams.append(tuple(dict.fromkeys(ownership.owners[first : first + grid.stages])))
+        owners = ownership.owners[first : first + grid.stages]
+        if not pipeline % directions:
+            teams.append(tuple(dict.fromkeys(owners)))
+        elif owners != teams[-1][::-1]:
+            return None
     num_workers = len(teams[0])
-    if len({worker for team in teams for worker in team}) != grid.pipelines * num_workers:
+    if len({worker for team in teams for worker in team}) * directions != grid.pipelines * num_workers:
         return None
     if is_text(schedule):
         lists = lists_from_csv(schedule)
@@ -135,6 +139,7 @@ def _lists(schedule: str, ownership: Ownership) -> _Lists | None:
     else:
         stages_per_worker, rest = divmod(grid.stages // grid.blocks, num_workers)
         known = SCHEDULES[schedule]
+        rest = rest or num_workers % directions
         if rest or not known.takes(stages_per_worker) or grid.microbatches < known.least_microbatches(num_workers):
             return None
         stages = [set() for _ in range(num_workers)]
@@ -145,22 +150,25 @@ def _lists(schedule: str, ownership: Ownership) -> _Lists | None:
             return in_blocks(known.generate(place, num_workers, stages_per_worker, grid.microbatches), grid.blocks)
 
     for of_line in stages:
-        for pipeline in range(grid.pipelines):
+        for pipeline in range(0, grid.pipelines, directions):
             if len({ownership.owner(pipeline, stage) for stage in of_line}) != 1:
                 return None
     return _Lists(list(map(min, stages)), make) if len(stages) == num_workers else None
 
 
 def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
-    """Gives every pipeline the same compute lists, each to the owner of its stages."""
+    """Gives every pipeline the same compute lists, each to the owner of its stages; or every pair in two directions."""
     program: dict[int, ComputeList] = {}
-    for pipeline in range(ownership.grid.pipelines):
+    directions = 1 + max(action.pipeline for line in lists for action in line)
+    for pipeline in range(0, ownership.grid.pipelines, directions):
         for line in lists:
-            worker = ownership.owner(pipeline, line[0].stage)
+            worker = ownership.owner(pipeline + line[0].pipeline, line[0].stage)
             ensure(worker not in program, f"worker {worker} owns the stages of two lists")
             program[worker] = _in_pipeline(line, pipeline)
     return dict(sorted(program.items()))
 
 
 def _in_pipeline(line: ComputeList, pipeline: int) -> ComputeList:
-    return line if pipeline == 0 else tuple(make_action(stage, op, each, pipeline) for stage, op, each, _ in line)
+    if pipeline == 0:
+        return line
+    return tuple(make_action(stage, op, microbatch, pipeline + way) for stage, op, microbatch, way in line)

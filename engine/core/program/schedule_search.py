@@ -114,7 +114,9 @@ def searched(
     fitting = {
         name: schedule
         for name, schedule in SCHEDULES.items()
-        if schedule.takes(stages_per_worker) and microbatches >= schedule.least_microbatches(num_workers)
+        if schedule.takes(stages_per_worker)
+        and microbatches >= schedule.least_microbatches(num_workers)
+        and schedule.directions == 1
     }
     named = {name: schedule(num_workers, microbatches, stages_per_worker) for name, schedule in fitting.items()}
     most = max(map(_most_stash, named.values()))

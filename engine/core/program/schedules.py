@@ -466,6 +466,27 @@ def _drain(line: WorkerList, worker: int, behind: int, stages: tuple[int, int]) 
         line.add(put_off.popleft(), Op.W)
 
 
+# DualPipe: two pipelines of opposite directions on the same workers. Worker w has stage w of one, P - 1 - w of the
+# other.
+#
+# Each direction has its own copy of the weights, and their gradients are added as those of any two pipelines. Worker w
+# of the first half has the order of worker w of DualPipeV on P / 2 workers: what goes down the V there goes in its own
+# direction here, and what comes up the V there comes from the other end. The second half mirrors the first. P = 2, M =
+# 2, with an @ at actions of the second pipeline:
+#
+#     worker 0  0F0  1F0@ 0F1  1B0@ -    1F1@ 0B0  -    1B1@ -    0I1  0W1
+#     worker 1  0F0@ 1F0  0F1@ 1B0  -    1F1  0B0@ -    1B1  -    0I1@ 0W1@
+
+
+def dual_pipe(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
+    """Returns DualPipe, for two pipelines of opposite directions (DeepSeek-V3 report, 2024, 3.2.1); M >= P, P even."""
+    ensure(stages_per_worker == 1, f"one stage per worker and direction, not {stages_per_worker}")
+    ensure(num_workers % 2 == 0, f"{num_workers} workers")
+    half = num_workers // 2
+    line = dual_pipe_v(min(worker, num_workers - 1 - worker), half, 2, num_microbatches)
+    return tuple(action._replace(pipeline=int((action.stage < half) != (worker < half))) for action in line)
+
+
 # The built-in schedules and the limits of each; a user's own schedule is the CSV text of its compute lists.
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -477,6 +498,7 @@ class Schedule:
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
     overlaps: Overlap | None = None  # the kind of pairs that `with_pairs_together` makes
     takes_blocks: bool = False  # whether a stage may be a run of blocks, see `in_blocks`
+    directions: int = 1  # pipelines on the same workers; in every second one, stage 0 is on the last worker
 
     def takes(self, stages_per_worker: int) -> bool:
         """Returns whether a worker may have this number of stages."""
@@ -484,7 +506,7 @@ class Schedule:
         return least <= stages_per_worker <= most
 
     def __call__(self, num_workers: int, num_microbatches: int, stages_per_worker: int = 1) -> ComputeLists:
-        """Returns the compute lists of one pipeline of `num_workers` workers."""
+        """Returns the compute lists of `num_workers` workers: of one pipeline in each direction."""
         shape = (num_workers, stages_per_worker, num_microbatches)
         return tuple(self.generate(worker, *shape) for worker in range(num_workers))
 
@@ -507,4 +529,5 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipev-overlapped": Schedule(
         dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps="OVERLAP_F_B"
     ),
+    "dualpipe": Schedule(dual_pipe, least_microbatches=lambda num_workers: num_workers, directions=2),
 }
