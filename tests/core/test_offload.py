@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.job.schedule_comparison import fresh
-from engine.core.ownership import Grid
+from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.offload import line_with_offloads, with_copy_times

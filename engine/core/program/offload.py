@@ -178,7 +178,7 @@ class _Placing:
         if too_many <= 0:
             return True
         free = self._here - self._returned - set(wanted)
-        may_leave = sorted(free, key=lambda each: (self._use.get(each, inf), each), reverse=True)
+        may_leave = sorted(free, key=lambda stash: (self._use.get(stash, inf), stash), reverse=True)
         if len(may_leave) < too_many:
             return False
         if self._newest:

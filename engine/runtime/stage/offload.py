@@ -175,8 +175,8 @@ class _Moved:
     def _wait(self, moment: _Moment | None) -> None:
         if isinstance(moment, Future):
             moment.result()
-        elif moment is not None and moment.of is not None:
-            torch.cuda.current_stream(self._device.place).wait_event(moment.of)
+        elif moment is not None:
+            moment.before(self._device)
 
 
 def _segments(residual: Residual) -> Iterator[Segment]:
