@@ -534,5 +534,5 @@ def _predicted_tensors(job: Job, ownership: Ownership, worker: int, facts: Facts
     sizes, residuals = facts
     if len(sizes) < job.slots or len(residuals) < job.slots or worker not in ownership.workers():
         return {}, {}
-    program = build_program(job.schedule, ownership, job.redundancy, log_every=job.log_every)
+    program = build_program(job.schedule, ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time)
     return predicted_tensors(job, program[worker], ownership, worker, sizes, residuals)

@@ -365,7 +365,9 @@ def dry_waits(
     for epoch in epochs:
         ownership = Ownership(job.grid, epoch.owners, epoch.shadows)
         if ownership not in known:
-            program = build_program(job.schedule, ownership, job.redundancy, log_every=job.log_every)
+            program = build_program(
+                job.schedule, ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time
+            )
             idle = known[ownership] = defaultdict(float)
             free = dict.fromkeys(program, 0.0)
             for start, end, worker, action in dry_run(program, ownership, cost).spans:  # of a worker in its order

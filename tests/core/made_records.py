@@ -166,7 +166,7 @@ SAMPLES: tuple[Record, ...] = (
     TrainingEndedRecord(**AGENT, outcome="finished", exit_code=0),
     EndedRecord(**AGENT, outcome="finished", exit_code=0),
     MemoryRecord(worker=0, pid=8, at_ns=12, step=3, allocated=2**30, reserved=2**31, predicted=2**30),
-    TensorsRecord(worker=0, pid=8, at_ns=12, step=1, boundary=((0, 1, 4, 8, 0, 0, 0, 0, 0),), peak=()),
+    TensorsRecord(worker=0, pid=8, at_ns=12, step=1, boundary=((0, 1, 4, 8, 0, 0, 0, 0, 0, 0),), peak=()),
     LoadRecord(**AGENT, gpu=0, samples=10, busy=0.75, used=2**30),
     RequestRecord(**AGENT, request="request-1.json", faults=("a", "b")),
     RefusedRecord(**AGENT, request="request-1.json", reason="x"),

@@ -12,6 +12,7 @@ from engine.core.action import (
     RECEIVE_OPS,
     SEND_OPS,
     STAGE_OPS,
+    STASH_OPS,
     WHOLE_STAGE,
     Action,
     Op,
@@ -51,7 +52,7 @@ def test_every_action_survives_its_text() -> None:
 
 
 def test_every_op_is_of_one_kind() -> None:
-    kinds = (COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS, {Op.STREAM, Op.HAND, Op.SHIP})
+    kinds = (COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS, {Op.STREAM, Op.HAND, Op.SHIP}, STASH_OPS)
     assert sorted(op for kind in kinds for op in kind) == sorted(Op)
 
 

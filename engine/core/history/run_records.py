@@ -20,7 +20,7 @@ from engine.core.ownership import Slot
 # Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
 # the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own; since version 6
 # a job keeps checkpoints; since version 7 lines are linked, and a seal comes before the end.
-VERSION = 7
+VERSION = 8
 UNSEALED = 6  # is read as well; nothing proves that its records are whole
 AGENT = -1  # the number of the agent in records that name a worker
 
@@ -447,13 +447,13 @@ class MemoryRecord(StampedRecord):
 class TensorsRecord(StampedRecord):
     """The writing worker held tensors of so many bytes at the boundary behind a step, and at the peak inside of it.
 
-    A row has pipeline, stage, weights, moments, buffers, stash, accumulators, retained, transfer. The steps after the
-    first two of a program hold the same as these.
+    A row has pipeline, stage, weights, moments, buffers, stash, accumulators, retained, transfer, offloaded. The
+    steps after the first two of a program hold the same as these.
     """
 
     step: int
-    boundary: tuple[tuple[int, int, int, int, int, int, int, int, int], ...]
-    peak: tuple[tuple[int, int, int, int, int, int, int, int, int], ...]
+    boundary: tuple[tuple[int, int, int, int, int, int, int, int, int, int], ...]
+    peak: tuple[tuple[int, int, int, int, int, int, int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

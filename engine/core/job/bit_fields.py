@@ -29,6 +29,8 @@ _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
     "standby": 0,
     "retain": "device",
+    "offload": "none",
+    "offload_time": Job().offload_time,
     "residuals": "recompute",
     "epochs": 0,  # the steps decide
     "metrics": "",

@@ -19,6 +19,7 @@ from engine.core.units import Args, described, whole_units
 
 Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+OffloadPlace = Literal["none", "host"]
 RetainPlace = Literal["device", "cpu"]
 ResidualChoice = Literal["auto", "recompute", "ship"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -167,6 +168,14 @@ class Job:
         "where values sent to other workers are kept until the commit: device, or cpu (pinned host memory, to save "
         "GPU memory)",
     )
+    offload: OffloadPlace = described(
+        "none",
+        "host: copy residuals that a worker needs late to its host, and back before their backward, as far as the link "
+        "carries them beside computing; none: keep them on the device",
+    )
+    offload_time: float = described(
+        0.5, "how long a link takes for the residual of a microbatch, in forwards of its stage; for offload host"
+    )
     deterministic: bool = described(True, "the deterministic settings of torch and CUDA; changes bits")
     backend: Backend = described("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
     seed: int = described(0, "seed of weights, data and dropout")
@@ -286,6 +295,11 @@ class Job:
     def num_workers(self) -> int:
         """The number of workers before any failure."""
         return self.workers or self.most_workers
+
+    @property
+    def copy_time(self) -> float | None:
+        """The time of a residual's copy to the host, in forwards; None if none is copied."""
+        return self.offload_time if self.offload == "host" else None
 
     @property
     def retains(self) -> bool:

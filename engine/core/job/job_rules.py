@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -209,7 +210,13 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
-    problems += [*_check_workers(job), *_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
+    problems += [
+        *_check_workers(job),
+        *_check_shards(job),
+        *_check_offload(job),
+        *_check_streams(job),
+        *_check_redundancy(job),
+    ]
     if parse_size(job.events_max) is None:
         problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
     problems += [
@@ -283,6 +290,16 @@ def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
     if job.device == "cpu" and job.retain == "cpu":
         hint = "what the CPU computes lies on the host already"
         problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))
+    return problems
+
+
+def _check_offload(job: Job) -> list[Problem]:
+    problems = []
+    if job.offload == "host" and job.fsdp:
+        hint = "the weights in what autograd saves come and go with fsdp"
+        problems.append(Problem("offload", "none with fsdp", "'host'", hint))
+    if not 0 < job.offload_time < math.inf:
+        problems.append(Problem("offload_time", "a number > 0, in forwards", repr(job.offload_time)))
     return problems
 
 

@@ -201,9 +201,11 @@ def holders(job: Job) -> list[frozenset[int]]:
 def initial_program(job: Job) -> tuple[Program, Ownership]:
     """Returns the program of one step of a job, and its ownership."""
     ownership = fresh_ownership(job)
-    return _program(job.schedule, ownership, job.redundancy, job.log_every), ownership
+    return _program(job.schedule, ownership, job.redundancy, job.log_every, job.copy_time), ownership
 
 
 @lru_cache(maxsize=8)  # the cells of a matrix that follow each other have few shapes
-def _program(schedule: str, ownership: Ownership, redundancy: Redundancy, log_every: int) -> Program:
-    return build_program(schedule, ownership, redundancy, log_every=log_every)
+def _program(
+    schedule: str, ownership: Ownership, redundancy: Redundancy, log_every: int, copy_time: float | None
+) -> Program:
+    return build_program(schedule, ownership, redundancy, log_every=log_every, copy_time=copy_time)

@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.core.action import ADDING_OPS, FORWARD_OPS, RECEIVE_OPS, SHARD_OPS, Action, Op
+from engine.core.action import ADDING_OPS, FORWARD_OPS, RECEIVE_OPS, SHARD_OPS, STASH_OPS, Action, Op, ops_that_make
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, crossing
 from engine.core.ownership import Ownership, Slot
+from engine.core.value import Kind
+
+_LEAVING = ops_that_make(Kind.HOSTED)
 
 
 class TensorBytes(NamedTuple):
@@ -30,6 +33,7 @@ class TensorBytes(NamedTuple):
     accumulators: int = 0
     retained: int = 0
     transfer: int = 0
+    offloaded: int = 0  # of the stash, on the host
 
     def plus(self, other: TensorBytes) -> TensorBytes:
         """Returns the sums by kind."""
@@ -108,7 +112,7 @@ class _TensorWalk:
             case Op.STREAM if slot not in self._own:
                 return TensorBytes(accumulators=self._made(slot))
             case _:
-                return self._end_of_step(action, slot)
+                return self._others(action, slot)
 
     def passed(self, action: Action) -> Iterator[tuple[Slot, TensorBytes]]:
         """Yields the gradient of a backward whose taker is on this worker too, with the slot of the taker."""
@@ -117,9 +121,12 @@ class _TensorWalk:
             size = self._coming[Op.B, taker, action.microbatch] = self._sent(action)
             yield taker, TensorBytes(transfer=size)
 
-    def _end_of_step(self, action: Action, slot: Slot) -> TensorBytes:
+    def _others(self, action: Action, slot: Slot) -> TensorBytes:
         size, is_new = self.sizes[action.stage], action.stage not in self._with_means
         match action.op:
+            case op if op in STASH_OPS:
+                leaves = self.residuals[action.stage] * (1 if op in _LEAVING else -1)
+                return TensorBytes(stash=-leaves, offloaded=leaves)
             case op if op in SHARD_OPS:
                 return TensorBytes(weights=size.whole if action.op is Op.UNSHARD else -size.whole)
             case Op.REDUCE_GRAD if self.job.pipelines > 1 and is_new:

@@ -13,6 +13,7 @@ from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot
 from engine.core.program.dependencies import peers_of
 from engine.core.program.dry_run import starts_of
+from engine.core.program.offload import with_offloads
 from engine.core.program.owners import owners_compute, owners_program
 from engine.core.program.passes import (
     with_end_of_step,
@@ -34,12 +35,14 @@ def build_program(
     healing: Collection[tuple[int, Slot]] = (),
     log_every: int = 0,
     only: Collection[int] | None = None,
+    copy_time: float | None = None,
 ) -> Program:
     """Returns the whole program of one step, for every worker that owns or shadows a slot.
 
     `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages of a fresh job;
     otherwise the list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of their slot
-    during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off. With `only` the
+    during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off. Residuals that
+    take `copy_time` forwards to the host, and as long back, are offloaded; None turns this off. With `only` the
     programs of these workers alone are returned. The others are then built only if the list scheduler, redundant
     forwards or streams need the times of a whole step.
     """
@@ -63,7 +66,8 @@ def build_program(
     if compute.is_scheduled and (is_pair := pairs_in(schedule)):
         program = with_pairs_together(program, is_pair)
     program = with_streams(program, ownership, log_every, healing)
-    return with_end_of_step({worker: program[worker] for worker in wanted}, ownership, healing=healing)
+    program = with_offloads({worker: program[worker] for worker in wanted}, copy_time)
+    return with_end_of_step(program, ownership, healing=healing)
 
 
 @lru_cache(maxsize=4)

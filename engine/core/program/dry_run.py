@@ -1,9 +1,9 @@
 """The dry run: walks a program with a virtual clock, without a process.
 
-Each worker runs its actions in order, one at a time. An action starts when its worker is free and every value that it
-needs is there. The values that it makes are there when it ends, a sent value a latency later; values that are held at
-the start are there at once. Sends do not block. A receive holds its worker until the transfer has arrived. A program
-that cannot end raises the cycle of actions that wait for each other.
+Each worker runs its actions in order, one at a time; copies to the host and back run beside them. An action starts when
+its worker is free and every value that it needs is there. The values that it makes are there when it ends, a sent value
+a latency later; values that are held at the start are there at once. Sends do not block. A receive holds its worker
+until the transfer has arrived. A program that cannot end raises the cycle of actions that wait for each other.
 
     worker 0   0F0 0F1         0B0     .   0B1           1F1B of 2 stages and 2 microbatches: makespan 9,
     worker 1       1F0 1B0     1F1 1B1                   idle share 1/3; worker 0 waits 3 between its actions
@@ -20,7 +20,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op, Program
+from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, STASH_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
 from engine.core.program.dependencies import DependencyIndex, IndexedActions
@@ -119,15 +119,55 @@ def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
     """Yields how many residuals a worker holds after each of its actions, of `stashed` at the start.
 
     A forward makes one, and the backward of its slot frees it: the part for the weights if the backward is split. The
-    residuals of redundant forwards have no backward on that worker and stay to the end.
+    residuals of redundant forwards have no backward on that worker and stay to the end. One on its way to the host does
+    not count: what takes its place waits for the copy.
     """
-    in_parts = {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
+    in_parts = _in_parts(actions)
     for stage, op, microbatch, pipeline in actions:
-        if op in FORWARD_OPS:
+        if op in FORWARD_OPS or op is Op.RELOAD:
             stashed += 1
-        elif op in ADDING_OPS or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
+        elif op is Op.OFFLOAD or op in ADDING_OPS or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
             stashed -= 1
         yield stashed
+
+
+def _in_parts(actions: Sequence[Action]) -> set[tuple[int, int, int]]:
+    return {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
+
+
+class HostLink:
+    """The link of one worker to its host: one copy of a residual at a time in each direction, in order.
+
+    A forward or RELOAD waits for copies to the host until it fits under the peak that `peak_stash` finds, of `stashed`
+    residuals at the start; a backward waits for the copy back of its own.
+    """
+
+    def __init__(self, actions: Sequence[Action], stashed: int = 0):
+        self._in_parts = _in_parts(actions)
+        self._most, self._here = peak_stash(tuple(actions), stashed), stashed
+        self._leaving: deque[float] = deque()  # when they will have left
+        self._left: dict[tuple[int, int, int], float] = {}
+        self._back: dict[tuple[int, int, int], float] = {}
+        self._out_free = self._in_free = 0.0
+
+    def start(self, action: Action, ready: float, copy: float) -> float:
+        """Returns when an action starts that is next and could at `ready`; a copy takes `copy`."""
+        stage, op, microbatch, pipeline = action
+        key = (pipeline, stage, microbatch)
+        if op in FORWARD_OPS or op is Op.RELOAD:
+            while self._here >= self._most and self._leaving:
+                ready = max(ready, self._leaving.popleft())
+                self._here -= 1
+            self._here += 1
+        if op is Op.OFFLOAD:
+            self._out_free = self._left[key] = max(self._out_free, ready) + copy
+            self._leaving.append(self._out_free)
+        elif op is Op.RELOAD:
+            self._in_free = self._back[key] = max(self._in_free, ready, self._left.get(key, 0.0)) + copy
+        elif op in ADDING_OPS or op is Op.I:
+            ready = max(ready, self._back.pop(key, 0.0))
+            self._here -= op in ADDING_OPS or key not in self._in_parts
+        return ready
 
 
 class _Walk:
@@ -136,6 +176,7 @@ class _Walk:
     def __init__(self, program: Program, ownership: Ownership, held: Collection[Held], latency: float = 0.0):
         self.program = program
         self.latency = latency
+        self.stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
         self.numbers = DependencyIndex(program, ownership)
         self.there: list[float] = []  # by number
         for thing in held:
@@ -163,8 +204,9 @@ class _Walk:
         """Runs one worker to its end; yields the number of each missing value, and continues when resumed."""
         there, starts, waiting = self.there, self.starts[worker], self.waiting
         lines: dict[tuple[int, Op, bool, int], IndexedActions] = {}
-        free_at, latency = 0.0, self.latency
-        for action, cost in zip(self.program[worker], costs, strict=False):
+        free_at, latency, actions = 0.0, self.latency, self.program[worker]
+        link = HostLink(actions, self.stashed[worker]) if any(op in STASH_OPS for _, op, _, _ in actions) else None
+        for action, cost in zip(actions, costs, strict=False):
             stage, op, microbatch, pipeline = action
             line = lines.get((stage, op, microbatch > 0, pipeline))
             if line is None:
@@ -181,6 +223,9 @@ class _Walk:
             if met:
                 self._put(begun, microbatch, start)
                 start = yield from self._all_there(met, microbatch, start)
+            if link is not None:
+                start = link.start(action, start, cost)
+                cost = 0.0 if op in STASH_OPS else cost  # noqa: PLW2901 - the link is busy, not the worker
             free_at = start + cost if cost else start  # the same number, not a new one for each of a million
             starts.append(start)
             at = free_at + latency if latency and op in SEND_OPS else free_at

@@ -21,10 +21,12 @@ from engine.core.action import (
     RECEIVE_OPS,
     SEND_OPS,
     SHARD_OPS,
+    STASH_OPS,
     WHOLE_STAGE,
     Action,
     Op,
     Program,
+    StashPlace,
     StepPosition,
     WeightForm,
     ops_at,
@@ -192,7 +194,8 @@ class Duties:
             return "has no whole replica of its slot yet"
         sends = self._is_plan and op in SEND_OPS  # any worker may send a value that it holds
         forwards = is_shadow and row.stands is StepPosition.FORWARD and not self._is_plan
-        if sends or forwards or (worker == owner and row.stands is StepPosition.ANY_TIMES):
+        stashes = worker in (owner, *self._ownership.shadows_of(pipeline, stage)) and row.stands is StepPosition.STASH
+        if sends or forwards or stashes or (worker == owner and row.stands is StepPosition.ANY_TIMES):
             return ""
         if worker != owner and not (is_shadow and row.stands in _AT_SHADOWS_TOO):
             return f"belongs to worker {owner}, the owner of its slot"
@@ -271,6 +274,8 @@ def verify(
     if stuck:
         violations = missing + _wrong_order(program, ownership, frozenset(held or ()), name_gaps=not missing)
     violations = violations or missing or _crossed_transfers(program, ownership) + _taken_away(program)
+    if STASH_OPS & {action.op for actions in program.values() for action in actions}:
+        violations = violations or _misplaced_stash(program)
     if stuck and not violations:
         if not isinstance(stuck, DeadlockError):  # every gap is a violation
             raise InvariantError(str(stuck))
@@ -385,6 +390,25 @@ _PLACES = {
     if row.touches or row.closes is not None or row.finds or row.work
 }
 _AS_READ = {WeightForm.WHOLE: "whole", WeightForm.IN_SHARDS: "in shards"}
+_MOVES = {op: row.moves for op, row in OP_TABLE.items() if row.moves}
+_STASH_READ = {StashPlace.DEVICE: "on the device", StashPlace.HOST: "on the host", StashPlace.USED: "used"}
+
+
+def _misplaced_stash(program: Program) -> list[Violation]:
+    """An action finds the residual of its microbatch where it needs it: a backward on the device."""
+    violations = []
+    for worker, actions in program.items():
+        places: dict[tuple[int, int, int], StashPlace] = {}
+        for position, action in enumerate(actions):
+            stage, op, microbatch, pipeline = action
+            if op in _MOVES:
+                wanted, after = _MOVES[op]
+                place = places.get((pipeline, stage, microbatch), StashPlace.DEVICE)
+                if wanted not in (None, place):
+                    rule = f"finds its residual {_STASH_READ[place]}"
+                    violations.append(Violation(worker, position, str(action), rule))
+                places[pipeline, stage, microbatch] = after
+    return violations
 
 
 def _taken_away(program: Program) -> list[Violation]:

@@ -27,6 +27,11 @@ class QueueMoment:
         if self.of is not None:
             self.of.synchronize()
 
+    def before(self, device: Device) -> None:
+        """Makes later work of the computing queue wait; this thread does not."""
+        if self.of is not None:
+            torch.cuda.current_stream(device.place).wait_event(self.of)
+
     def has_come(self) -> bool:
         """Returns whether all work before the moment is done; never waits."""
         return self.of is None or self.of.query()

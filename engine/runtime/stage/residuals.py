@@ -80,6 +80,21 @@ class _Form:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
+def saved_places(segment: Segment) -> list[SavedPlace]:
+    """Returns the places of the tensors that a segment's graph has saved, without those of the user's backwards."""
+    nodes: list[Any] = [output.grad_fn for output in segment.outputs if output.grad_fn is not None]
+    known = set(nodes)
+    places: list[SavedPlace] = []
+    for node in nodes:  # it grows while it is walked
+        following = [each for each, _ in node.next_functions if each is not None and each not in known]
+        nodes += dict.fromkeys(following)
+        known.update(following)
+        kind: Any = type(node)
+        if not hasattr(kind, "_forward_cls"):
+            places += [place for name in _names_of(kind)[0] for place in _places(node, name)]
+    return places
+
+
 def _form_of(segment: Segment, weights: Mapping[int, str]) -> _Form:
     """Returns the form of a segment's graph; `weights` has the names of parameters by `id`."""
     leaves = {**weights, **{id(tensor): f"input {number}" for number, tensor in enumerate(segment.inputs)}}
@@ -419,7 +434,7 @@ def keep_parcel(stage: Stage, microbatch: int, parcel: Parcel) -> None:
         stage.counted += 1
     ensure(microbatch < stage.counted, f"the residual of {microbatch} comes where {stage.counted} are in")
     stage.residuals[microbatch] = Residual([], (), make=lambda: _unpacked(stage, header, tensors))
-    stage.peak_stash = max(stage.peak_stash, len(stage.residuals) + len(stage.pending))
+    stage.peak_stash = max(stage.peak_stash, stage.num_stashed)
 
 
 def _unpacked(stage: Stage, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Residual:

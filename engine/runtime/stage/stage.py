@@ -265,6 +265,7 @@ class Stage:
         self.optimizers = layer_optimizers(job, model, self.layers)
         self.residuals: dict[int, Residual] = {}
         self.pending: dict[int, Pending] = {}
+        self.away: dict[int, int] = {}  # residuals on the host alone, and the bytes that this freed on the device
         self.losses: dict[int, float] = {}  # of the counted microbatches
         self.counted = 0  # forwards of this step that the buffers contain
         self.added = 0  # backwards of this step that the gradients contain
@@ -296,6 +297,11 @@ class Stage:
         refuse_another_form(self.layers, self._form, form_of(snapshot))  # receivers expect this form
         return tuple(snapshot.tensors())
 
+    @property
+    def num_stashed(self) -> int:
+        """The number of microbatches whose residual is on the device."""
+        return len(self.residuals) + len(self.pending) - len(self.away)
+
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; minus zeros for a parameter without one."""
         with self.device.waiting():
@@ -305,7 +311,7 @@ class Stage:
 
     def forget_step(self) -> None:
         """Drops the residuals, gradients, losses and counters of the open step."""
-        self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
+        self.residuals, self.pending, self.away, self.losses, self.keys = {}, {}, {}, {}, {}
         self.counted = self.added = 0
         self.history.forget_step()
         self._without_accumulator = self.trained()
@@ -382,7 +388,8 @@ class Stage:
             residual.loss = Segment(cut, (self.weighted_loss(cut, targets, weight),), "the loss")
             residual.counts = targets, weight
         self.residuals[microbatch] = residual
-        self.peak_stash = max(self.peak_stash, len(self.residuals) + len(self.pending))
+        self.away.pop(microbatch, None)
+        self.peak_stash = max(self.peak_stash, self.num_stashed)
         return residual
 
     def weighted_loss(self, outputs: Tensors, targets: Tensors, weight: float | None) -> Tensor:

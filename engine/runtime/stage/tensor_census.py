@@ -99,8 +99,9 @@ class TensorCensus:
         state = self._state.get(id(stage))
         if state is None or self._replicas.job.fsdp:
             state = self._state[id(stage)] = self._state_of(stage)
-        stash = (len(stage.residuals) + len(stage.pending)) * self.residual(stage)
-        return state._replace(stash=stash, accumulators=num_bytes(_accumulators(stage)))
+        offloaded = sum(stage.away.values())
+        stash = (len(stage.residuals) + len(stage.pending)) * self.residual(stage) - offloaded
+        return state._replace(stash=stash, accumulators=num_bytes(_accumulators(stage)), offloaded=offloaded)
 
     def _state_of(self, stage: Stage) -> TensorBytes:
         optimizers = stage.optimizers.values()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, STASH_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
 from engine.core.history.run_records import TensorsRecord
@@ -23,6 +23,7 @@ from engine.core.messages import CommitMessage
 from engine.core.program.ballot import ComputeTimes
 from engine.core.program.dependencies import carried, needed
 from engine.core.program.inventory import Inventory, ValueRuns
+from engine.core.program.offload import line_with_offloads
 from engine.core.program.schedules import OVERLAPS, Overlap, pairs_of
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
@@ -31,6 +32,7 @@ from engine.runtime.process.clock import now_ns
 from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
 from engine.runtime.stage.gradient_log import GradientStreams
+from engine.runtime.stage.offload import ResidualOffloads
 from engine.runtime.stage.replicas import ValueStore
 from engine.runtime.stage.residuals import ResidualOffers, keep_parcel, residual_offers, send_parcel, take_parcel
 from engine.runtime.stage.tensor_census import TensorCensus
@@ -132,6 +134,7 @@ class Executor:
         self._copies = device.copies
         self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
         self.end = StepEnd(context)
+        self.offloads = ResidualOffloads(context.replicas, self.value_store)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         held = context.replicas, self.value_store, self.streams, self.end.entries
         self._census = TensorCensus(*held, self._write)
@@ -158,9 +161,19 @@ class Executor:
         if self.context.shards is not None:
             self.context.shards.enter(plane, program.ownership)
         self._copies.make_rooms(program.received_bytes)
-        methods = [(action, text, self._methods[action.op]) for action, text in program.actions]
+        methods = [(action, text, self._methods[action.op]) for action, text in self._with_offloads(program.actions)]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
+
+    def _with_offloads(self, actions: Sequence[tuple[Action, str]]) -> Sequence[tuple[Action, str]]:
+        """Returns the actions with the copies of residuals to the host and back, which a plan does not have."""
+        line, copy_time = [action for action, _ in actions], self.context.job.copy_time
+        if copy_time is not None:
+            if not any(action.op in STASH_OPS for action in line):
+                line = [*line_with_offloads(line, copy_time, *self.offloads.stashes())]
+                actions = [(action, str(action)) for action in line]
+            self.offloads.enter(line)
+        return actions
 
     def _table(self) -> dict[Op, Method]:
         end, shards = self.end, self.context.shards
@@ -177,6 +190,8 @@ class Executor:
             Op.STREAM: self.streams.run,
             Op.HAND: self.streams.run,
             Op.SHIP: self._ship,
+            Op.OFFLOAD: self.offloads.offload,
+            Op.RELOAD: self.offloads.reload,
             Op.HEAL: end.heal,
             Op.REDUCE_GRAD: end.reduce,
             Op.LOG: end.log,
@@ -186,6 +201,8 @@ class Executor:
         if shards is not None:
             table[Op.UNSHARD] = lambda action, step: shards.unshard(action.stage)
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
+        if self.context.job.copy_time is not None:
+            table |= {op: self.offloads.with_room(table[op]) for op in FORWARD_OPS}
         return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
 
     def run_actions(self) -> None:
@@ -297,6 +314,7 @@ class Executor:
         """Drops all values of the open step; weights and buffers stay."""
         for stage in self.context.replicas.stages.values():
             stage.forget_step()
+        self.offloads.clear()
         self.end.clear()
         self._offers = ResidualOffers()
         self._times.clear()

@@ -126,7 +126,7 @@ class PlannerThread:
         """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
         job = self._context.job
         peers = peers_of(self._context.worker, ownership) if self._has_tags else None
-        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, only=peers)
+        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, peers, job.copy_time)
         return self._part(program, ownership, among_peers=True)
 
     def usual_actions(self, ownership: Ownership) -> tuple[Action, ...]:

@@ -1,0 +1,47 @@
+"""Residuals on the host: the bytes that stay on the device, and the bits, of runs whose workers are threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.core.history.run_records import TensorsRecord
+from engine.core.job.job import Job
+from engine.core.job.tensor_model import TensorBytes
+from engine.files.events_file import read_history
+from engine.runtime.agent.session import run_session
+from engine.runtime.process.thread_server import ThreadServer
+from tests.runtime.thread_runs import with_store_double
+
+JOB = Job(
+    model="gpt",
+    stages=6,
+    microbatches=12,
+    microbatch_size=2,
+    steps=2,
+    validate_every=0,
+    redundancy="none",
+    checkpoint_every="0",
+    model_args={"width": 64, "heads": 2, "depth": 12},
+)
+
+
+def run(job: Job, folder: Path) -> tuple[list[list[str]], dict[int, TensorBytes], list[int]]:
+    """Returns the trajectory, the tensors of each worker at its peak, and the most microbatches that each stashes."""
+    folder.mkdir()
+    with ThreadServer() as server, with_store_double():
+        ending = run_session(job, folder / "events.jsonl", folder, server=server)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    most: dict[int, TensorBytes] = {}
+    for record in read_history(folder / "events.jsonl").of(TensorsRecord):
+        for _, _, *of in record.peak:
+            most[record.worker] = TensorBytes(*of)
+    return [list(row.texts()) for row in ending.view.run_state.rows], most, [w.peak_stash for w in ending.view.workers]
+
+
+def test_a_worker_keeps_half_of_the_stash_on_its_device_and_all_bits(tmp_path: Path) -> None:
+    rows, most, stashed = run(JOB, tmp_path / "none")
+    offloaded_rows, offloaded, least = run(replace(JOB, offload="host"), tmp_path / "host")
+    assert offloaded_rows == rows
+    assert (stashed[0], least[0]) == (6, 3)
+    assert offloaded[0].stash <= 0.6 * most[0].stash and offloaded[0].offloaded > 0
