@@ -10,10 +10,12 @@ import pytest
 from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.program.remaining_tasks import work_of
-from engine.core.protocol import coordinator
+from engine.core.protocol import coordinator, orders
 from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.worker_inputs import NoticeReceived
+from engine.runtime.stage import residuals
 from engine.runtime.stage.gradient_log import GradientStreams
+from engine.runtime.stage.residuals import CannotTravelError
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.training import Training, WorkerProtocol
 from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
@@ -110,8 +112,36 @@ def test_no_forward_is_run_again_if_residuals_are_sent(name: str, monkeypatch: p
     assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
 
 
+def test_a_forward_whose_graph_is_another_at_the_successor_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trajectory(NORMED)
+    seen, redone = Hands("1B0", monkeypatch), list[str]()
+
+    def fill(*given: Any) -> None:
+        raise CannotTravelError("another graph")
+
+    monkeypatch.setattr(residuals, "_fill", fill)
+    monkeypatch.setattr(Executor, "_tell_of_redone", lambda self, action, why: redone.append(f"{action}: {why}"))
+    assert trajectory(NORMED | {"residuals": "ship"}) == expected
+    assert seen.shipped == len(redone) > 0, redone
+
+
 def test_a_forward_that_looks_at_values_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trajectory(STATEFUL)
     seen = Hands("1B0", monkeypatch)
     assert trajectory(STATEFUL | {"residuals": "ship"}) == expected
     assert (seen.protocol, seen.shipped) == (None, 0)
+
+
+def test_residuals_of_shards_are_run_again_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, told = NORMED | {"pipelines": 2, "fsdp": 1, "stages": 2, "schedule": "gpipe"}, list[str]()
+    expected, seen, made = trajectory(job), Hands("1B0", monkeypatch), orders.with_ships
+
+    def with_ships(*given: Any) -> Any:
+        document, outputs = made(*given)
+        told.extend(str(each) for each in outputs)
+        return document, outputs
+
+    monkeypatch.setattr(orders, "with_ships", with_ships)
+    assert trajectory(job | {"residuals": "ship"}) == expected
+    assert (seen.protocol, seen.shipped) == (None, 0)
+    assert any("sends no residual; other forwards are run again: stage 1: its weights are sharded" in t for t in told)
