@@ -283,8 +283,8 @@ def parcel_of(stage: Stage, microbatch: int, rebuilding: _Rebuilding | None = No
     packing = _Packing(rebuilding)
     groups: list[Any] = []
     first = residual.groups[0]
-    inputs = first.inputs if isinstance(first, Checkpoint) else first[0].inputs
-    of_stage = [[packing.number(tensor), tensor.requires_grad] for tensor in inputs]
+    of_first = first.inputs if isinstance(first, Checkpoint) else first[0].inputs
+    of_stage = [[packing.number(tensor), tensor.requires_grad] for tensor in of_first]
     for indices, entry in zip(stage.groups, residual.groups, strict=True):
         if isinstance(entry, Checkpoint):
             inputs = [[packing.number(tensor), tensor.requires_grad] for tensor in entry.inputs]

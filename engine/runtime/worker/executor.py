@@ -326,6 +326,7 @@ class Executor:
             ValueRuns([*self.value_store.values(), *kept]),
             offers.saved,
             offers.stuck,
+            self._plane.rates() if offers.saved else {},
         )
 
     def _offer_residuals(self, left_ns: int) -> ResidualOffers:
