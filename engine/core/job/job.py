@@ -159,7 +159,7 @@ class Job:
     )
     share_gpu: bool = described(False, "let several workers share a GPU; for tests, because they wait for each other")
     residuals: ResidualChoice = described(
-        "recompute",
+        "auto",
         "microbatches between forward and backward on a worker that leaves: send what their forwards saved (ship), run "
         "these again elsewhere (recompute), or what is quicker (auto)",
     )
