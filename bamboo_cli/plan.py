@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -20,7 +21,7 @@ from engine.core.job.schedule_comparison import over_none
 from engine.core.job.tensor_model import TensorBytes, predicted_tensors, residual_of
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import pairs_in
-from engine.core.program.dry_run import bubbles, dry_run, grid_lines
+from engine.core.program.dry_run import bubbles, dry_run, grid_lines, peak_stash
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
 from engine.core.texts import size_text
@@ -102,7 +103,21 @@ def tensors_of(job: Job, program: Program, ownership: Ownership, costs: Costs) -
         for at, by_slot in held:
             total = reduce(TensorBytes.plus, by_slot.values(), TensorBytes())
             rows.append({"worker": worker, "at": at, **total._asdict(), "total": sum(total)})
+        if job.residuals != "recompute" and (come := _most_that_come(program, ownership, worker, residuals)):
+            total = total.plus(TensorBytes(transfer=come))
+            rows.append({"worker": worker, "at": "hand-over", **total._asdict(), "total": sum(total)})
     return rows
+
+
+def _most_that_come(program: Program, ownership: Ownership, worker: int, residuals: Mapping[int, int]) -> int:
+    """Returns the most bytes of residuals that a worker gets if the owner of slots that it shadows first leaves."""
+    come = Counter[int]()
+    for slot in ownership.grid.slots():
+        if ownership.shadows_of(*slot)[:1] == (worker,):
+            owner = ownership.owner(*slot)
+            actions = tuple(each for each in program[owner] if (each.pipeline, each.stage) == slot)
+            come[owner] += peak_stash(actions) * residuals[slot[1]]
+    return max(come.values(), default=0)
 
 
 def _print_tensors(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -84,7 +84,7 @@ def test_layers_are_a_table_with_sums_of_stages(
     monkeypatch.setattr(
         job_checks, "layer_costs", lambda job: {"layers": layers, "parameters": 2000, "notes": ["a note"]}
     )
-    print_plan(Job(stages=2, microbatches=2), as_json=False, build=True)
+    print_plan(Job(stages=2, microbatches=2, residuals="recompute"), as_json=False, build=True)
     *_, first, total, _, _, model, note, about, titles, _, peak, _, _ = capsys.readouterr().out.splitlines()
     assert first.split() == "0 in (Linear) 0 1,000 2.00 16 kB 0.064 kB".split()
     assert total.split() == "= stage 0 1,000 2.00 16 kB 0.064 kB".split()
@@ -92,6 +92,11 @@ def test_layers_are_a_table_with_sums_of_stages(
     assert about.startswith("predicted tensors") and titles.split()[-1] == "total"
     # Weights and moments of two slots, as each shadows the other; two activations that a successor may need; the log.
     assert peak.split() == "0 peak 8 kB 16 kB 0 kB 0 kB 4 kB 0.128 kB 4 kB 32.13 kB".split()
+    print_plan(Job(stages=2, microbatches=2), as_json=False, build=True)
+    *_, peak, hand_over, _, _, last = capsys.readouterr().out.splitlines()
+    # Worker 1 gets the residuals of two microbatches of stage 0, and worker 0 that of the only one in stage 1.
+    assert (hand_over.split()[:2], last.split()[:2]) == (["0", "hand-over"], ["1", "hand-over"])
+    assert [row.split()[-4:-2] for row in (peak, hand_over, last)] == [["4", "kB"], ["4.164", "kB"], ["4.328", "kB"]]
 
 
 def test_redundant_forwards_are_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

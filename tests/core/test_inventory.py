@@ -32,10 +32,16 @@ def test_text_of_an_inventory() -> None:
 
 
 def test_residuals_that_can_be_sent_are_a_part_of_the_text() -> None:
-    saved = replace(_SOME, saved={(0, 1): SavedResiduals(3, (4096, 2048), 7, 9, 5)}, stuck="why")
-    text = _TEXT[:-1] + ',"stuck":"why","saved":[[0,1,3,7,9,5,4096,2048]]}'
+    saved = replace(_SOME, saved={(0, 1): SavedResiduals(3, (4096, 2048), 7, 9, 5)}, stuck="why", rates={2: 8})
+    text = _TEXT[:-1] + ',"stuck":"why","rates":[[2,8]],"saved":[[0,1,3,7,9,5,4096,2048]]}'
     assert (to_json(saved), from_json(text)) == (text, saved)
-    for old, new in (("4096", "-1"), ('"why"', "3"), ("3,7", "3.0,7"), ("[[0,1,3,7,9,5,4096,2048]]", "[[0,1,3,7]]")):
+    for old, new in (
+        ("4096", "-1"),
+        ('"why"', "3"),
+        ("3,7", "3.0,7"),
+        ("[[2,8]]", "[[2,-8]]"),
+        ("[[0,1,3,7,9,5,4096,2048]]", "[[0,1,3,7]]"),
+    ):
         with pytest.raises(InvariantError, match="not an inventory"):
             from_json(text.replace(old, new))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -11,15 +11,14 @@ import pytest
 from engine.core.action import OP_TABLE, Action, Op, Work
 from engine.core.job.job import Job as RunJob
 from engine.core.ownership import Grid, Slot
-from engine.core.program.dry_run import _Walk
+from engine.core.program.dry_run import makespan_of
 from engine.core.program.inventory import Inventory, PlanMessage, SavedResiduals, to_json
 from engine.core.program.planner import PlanInput, held_at_start, make_plan
-from engine.core.program.residuals import LATENCY_NS, ships_in
-from engine.core.protocol.residual_choice import with_ships
+from engine.core.program.residuals import LATENCY_NS
+from engine.core.protocol.residual_choice import chosen_ships, with_ships
 from tests.core.recovery_cases import Job, hand_overs, seeded
 
 FORWARD_NS = 10_000_000
-COSTS = {Work.FORWARD: 1.0, Work.BACKWARD: 2.0, Work.FOR_INPUT: 1.0, Work.FOR_WEIGHTS: 1.0, None: 0.0}
 JOBS = (Job(Grid(4, 8)), Job(Grid(3, 6)))
 
 
@@ -41,12 +40,16 @@ def with_costs(given: PlanInput, size: int, graph_ns: int) -> PlanInput:
 
 def chosen(given: PlanInput, mode: str, bytes_per_s: float, left_ns: int = 1 << 50) -> PlanInput:
     left = {each.worker: left_ns for each in given.inventories}
-    ships = ships_in(given.ownership, given.committed + 1, given.inventories, mode, bytes_per_s, left)
-    return replace(given, ships=ships)
+    return replace(given, ships=chosen_ships(given, mode, bytes_per_s, left))
 
 
-def length_ns(given: PlanInput, send_ns: float, graph_ns: int) -> float:
-    """Returns the length of the rest of the step in a dry run: a backward makes the graph of a residual that came."""
+def length_ns(
+    given: PlanInput, send_ns: float, graph_ns: int, forwards_ns: Sequence[float], of_forward: float
+) -> float:
+    """Returns the length of the rest of the step in a dry run: a backward makes the graph of a residual that came.
+
+    A stage has its own time of a forward; a backward takes `of_forward` as long.
+    """
     program, owner = make_plan(given).program, given.ownership.owner
     came = {(ship.slot, ship.microbatch) for ship in given.ships}
 
@@ -54,29 +57,49 @@ def length_ns(given: PlanInput, send_ns: float, graph_ns: int) -> float:
         if action.op is Op.SHIP:
             return LATENCY_NS if owner(action.pipeline, action.stage) == worker else send_ns
         is_made = action.op in (Op.B, Op.I) and ((action.pipeline, action.stage), action.microbatch) in came
-        return COSTS[OP_TABLE[action.op].work] * FORWARD_NS + is_made * graph_ns
+        times = {Work.FORWARD: 1.0, Work.BACKWARD: of_forward, Work.FOR_INPUT: of_forward / 2}
+        work = OP_TABLE[action.op].work
+        cost = forwards_ns[action.stage] * times.get(work, of_forward / 2) if work is not None else 0.0
+        return cost + is_made * graph_ns
 
     costs = {worker: [cost_of(worker, action) for action in actions] for worker, actions in program.items()}
-    walk = _Walk(program, given.ownership, held_at_start(given))
-    walk.run(costs)
-    return max(
-        start + cost for worker in program for start, cost in zip(walk.starts[worker], costs[worker], strict=True)
-    )
+    return makespan_of(program, given.ownership, costs, held_at_start(given))
 
 
 def test_auto_is_the_quicker_way(cases: list[PlanInput]) -> None:
-    order, num_right, num_ties = seeded(1), 0, 0
+    """In over 95 % of cases, though it takes all stages for alike, and backwards for twice as long as forwards."""
+    order, num_right, num_ties, num_sent = seeded(1), 0, 0, 0
     for _ in range(200):
         rate, size = 10 ** order.uniform(6, 11), round(10 ** order.uniform(5, 8))
         graph_ns = order.choice([0, 1_000_000, 5_000_000])
         given = with_costs(order.choice(cases), size, graph_ns)
-        auto, ship, recompute = (
-            length_ns(chosen(given, mode, rate), size / rate * 1e9, graph_ns) for mode in ("auto", "ship", "recompute")
-        )
-        num_right += auto <= 1.02 * min(ship, recompute)  # the order of the rest makes up to 2 %
+        forwards_ns = [FORWARD_NS * order.uniform(0.9, 1.1) for _ in range(given.ownership.grid.stages)]
+        of_forward = order.uniform(1.7, 2.3)
+        ways = [chosen(given, mode, rate) for mode in ("auto", "ship", "recompute")]
+        auto, ship, recompute = (length_ns(each, size / rate * 1e9, graph_ns, forwards_ns, of_forward) for each in ways)
+        num_right += auto <= min(ship, recompute)
         num_ties += ship == recompute
-    assert num_right >= 190
+        num_sent += bool(ways[0].ships)
+    assert num_right > 190
     assert num_ties < 20, "the two ways differ"
+    assert 40 < num_sent < 160
+
+
+def test_auto_knows_the_rates_of_links_and_what_it_takes_to_load(cases: list[PlanInput]) -> None:
+    given = with_costs(max(cases, key=lambda each: len(each.ships)), 1_000_000, 0)
+    leaver, taker = given.ships[0].giver, given.ownership.owner(*given.ships[0].slot)
+
+    def told(rates: Mapping[int, int], load_ns: int) -> PlanInput:
+        def of(held: Inventory) -> Inventory:
+            saved = {slot: each._replace(load_ns=load_ns) for slot, each in held.saved.items()}
+            return replace(held, saved=saved, rates=rates if held.worker == leaver else {})
+
+        return replace(given, inventories=tuple(map(of, given.inventories)))
+
+    assert chosen(told({}, 0), "auto", 1e10).ships
+    assert not chosen(told({taker: 1_000_000}, 0), "auto", 1e10).ships
+    assert chosen(told({taker: 10**10}, 0), "auto", 1e6).ships
+    assert not chosen(told({}, 10**9), "auto", 1e10).ships
 
 
 def test_residuals_go_in_order_as_long_as_there_is_time(cases: list[PlanInput]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,26 @@ def test_whoever_is_warned_half_a_step_before_its_end_hands_over_inside_the_step
     backwards = [each for each in done if parse_action(each[1]).op in (Op.B, Op.I)]
     assert len(backwards) == len(set(backwards)) == 2 * 3 * 4
     assert any(action.startswith("1HAND") for _, action in done)
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e3], ids=["a fast link", "a slow link"])
+def test_auto_sends_residuals_if_that_is_quicker_than_their_forwards(
+    strike: Strike, faultless: Callable[..., Any], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher, which chooses, is in this process; the workers are processes of their own."""
+    monkeypatch.setattr("engine.core.protocol.worker_times.BYTES_PER_S", rate)
+    of = {"model": "tests.e2e.residual_models:sleeping_kernels", "microbatches": 8, "steps": 2, "schedule": "gpipe"}
+    sleeping = {"model_args": {"seconds": 0.3}, "residuals": "auto"}
+    struck = strike(at("1F2", "terminate", "after", step=1, grace_ns=1_600_000_000), **of, **sleeping)
+    check(struck, faultless(**of), 1)
+    (told,) = struck.events("residuals")
+    ran = Counter(each["action"] for each in struck.events("action") if each["step"] == 1)
+    again = {text for text, times in ran.items() if parse_action(text).op is Op.F and times > 1}
+    if rate > 1e6:
+        assert told["sent"] == [f"1SHIP{number}" for number in range(len(told["sent"]))] and len(told["sent"]) >= 2
+        assert again == set() and not struck.events("redone")
+    else:
+        assert told["sent"] == [] and len(again) >= 2
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,23 @@ def stateful() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), Turned(), Turned(), Turned(), nn.Linear(WIDTH, 1)]
 
 
+class Attending(nn.Module):
+    """Attention by the kernel that torch has for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.linear(x).view(1, len(x), 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        return x + nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape)
+
+
+def attending() -> list[nn.Module]:
+    """Makes a model of attention."""
+    return [nn.Linear(WIDTH, WIDTH), Attending(), Attending(), nn.Linear(WIDTH, 1)]
+
+
 NORMED = {"model": "tests.runtime.small_jobs:normed", "data": "synthetic", "microbatch_size": 4}
 STATEFUL = NORMED | {"model": "tests.runtime.small_jobs:stateful"}
 ALL_KINDS = NORMED | {"model": "tests.e2e.state_models:all_kinds"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -206,3 +207,25 @@ def test_the_threads_end_with_their_links(pair: Linked) -> None:
     for each in found:
         each.join(10)
         assert not each.is_alive()
+
+
+def test_a_link_to_another_host_tells_its_rate_once_it_was_full() -> None:
+    """The reader takes 8 MB/s; a link on one host has no rate, nor one that has carried little."""
+    here, there = socket.socketpair()
+    with here, there:
+        assert Wire(here).bytes_per_s == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+    with near, far:
+        wire, until_s = Wire(near), time.monotonic() + 0.5
+        wire.write([b"x" * 1000])
+        assert len(far.recv(1000)) == 1000
+        assert wire.bytes_per_s == 0
+        while time.monotonic() < until_s:
+            with contextlib.suppress(BlockingIOError):
+                wire.write([bytes(1 << 20)])
+            time.sleep(0.004)
+            far.recv(32 << 10)
+        assert 1e5 < wire.bytes_per_s < 1e8

@@ -12,8 +12,11 @@ from engine.core.checks.trajectory import trajectory_hash
 from engine.core.program.remaining_tasks import work_of
 from engine.core.protocol import coordinator
 from engine.core.protocol.rebalancing import LeaveStrategy
+from engine.core.protocol.residual_choice import with_ships
 from engine.core.protocol.worker_inputs import NoticeReceived
+from engine.runtime.stage import residuals
 from engine.runtime.stage.gradient_log import GradientStreams
+from engine.runtime.stage.residuals import CannotTravelError
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.training import Training, WorkerProtocol
 from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
@@ -116,8 +119,45 @@ def test_no_forward_is_run_again_if_residuals_are_sent(name: str, monkeypatch: p
     assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
 
 
+def test_a_step_without_a_notice_does_nothing_for_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trajectory(NORMED)
+    for name in ("residual_offers", "send_parcel", "take_parcel", "keep_parcel"):
+        monkeypatch.setattr(f"engine.runtime.worker.executor.{name}", None)
+    for name in ("load_graph_making", "parcel_of", "KernelFree", "_form_of"):
+        monkeypatch.setattr(residuals, name, None)
+    assert trajectory(NORMED | {"residuals": "auto"}) == expected
+
+
+def test_a_forward_whose_graph_is_another_at_the_successor_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trajectory(NORMED)
+    seen, redone = Hands("1B0", monkeypatch), list[str]()
+
+    def fill(*given: Any) -> None:
+        raise CannotTravelError("another graph")
+
+    monkeypatch.setattr(residuals, "_fill", fill)
+    monkeypatch.setattr(Executor, "_tell_of_redone", lambda self, action, why: redone.append(f"{action}: {why}"))
+    assert trajectory(NORMED | {"residuals": "ship"}) == expected
+    assert seen.shipped == len(redone) > 0, redone
+
+
 def test_a_forward_that_looks_at_values_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trajectory(STATEFUL)
     seen = Hands("1B0", monkeypatch)
     assert trajectory(STATEFUL | {"residuals": "ship"}) == expected
     assert (seen.protocol, seen.shipped) == (None, 0)
+
+
+def test_residuals_of_shards_are_run_again_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, told = NORMED | {"pipelines": 2, "fsdp": 1, "stages": 2, "schedule": "gpipe"}, list[str]()
+    expected, seen = trajectory(job), Hands("1B0", monkeypatch)
+
+    def noted(*given: Any) -> Any:
+        document, outputs = with_ships(*given)
+        told.extend(str(each) for each in outputs)
+        return document, outputs
+
+    monkeypatch.setattr("engine.core.protocol.orders.with_ships", noted)
+    assert trajectory(job | {"residuals": "ship"}) == expected
+    assert (seen.protocol, seen.shipped) == (None, 0)
+    assert any("sends no residual; other forwards are run again: stage 1: its weights are sharded" in t for t in told)

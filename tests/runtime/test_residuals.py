@@ -21,6 +21,7 @@ from tests.runtime.small_jobs import NORMED, TIED_GPT, WIDTH, Turned, small_job
 GPT = {"model": "gpt", "model_args": {"width": 16, "depth": 2, "heads": 2}, "microbatch_size": 2}
 JOBS: dict[str, dict[str, Any]] = {
     "normed, dropout": NORMED,
+    "attention of torch": NORMED | {"model": "tests.runtime.small_jobs:attending"},
     "gpt": GPT,
     "tied gpt": TIED_GPT,
     "gpt, bfloat16": GPT | {"dtype": "bfloat16"},
@@ -39,8 +40,16 @@ def gradients(stage: Stage, made: list[Tensors]) -> list[Tensor]:
     return [*(each for group in made for each in group), *(p.grad for p in stage.trained() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: str) -> None:
+def _with_one_node_more(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.view_as(output)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_other"), [*((name, False) for name in JOBS), ("normed, float16", True), ("tied gpt", True)]
+)
+def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: str, is_other: bool) -> None:
+    """Also of one whose layers make other graphs: its forwards are run again, and it says so."""
+    told: list[str] = []
     job = small_job(**JOBS[name], stages=1)
     data = open_data(job)
     model = build_model(job, data.facts, data)
@@ -50,7 +59,11 @@ def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: s
         for number, batch in enumerate(batches):
             stage.forward(0, number, batch.inputs, batch.targets)
     for number in range(2):
-        keep_parcel(heir, number, travelled(parcel_of(leaver, number)))
+        keep_parcel(heir, 0, number, travelled(parcel_of(leaver, number)), told.append)
+    assert told == []
+    if is_other:
+        for layer in heir.layers.values():
+            layer.register_forward_hook(_with_one_node_more)
     heir.forward(0, 2, batches[2].inputs, batches[2].targets)
     expected, made = ([stage.backward(0, number, ()) for number in range(3)] for stage in (plain, heir))
     ours, theirs = gradients(heir, made), gradients(plain, expected)
@@ -59,6 +72,7 @@ def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: s
     assert [each.stride() for each in ours] == [each.stride() for each in theirs]
     assert (heir.losses, heir.counted) == (plain.losses, plain.counted)
     assert all(map(torch.equal, heir.buffers(), plain.buffers()))
+    assert [("layer 0" in why, "worker that left" in why) for why in told] == [(True, True)] * 2 * is_other
 
 
 class Doubled(torch.autograd.Function):

@@ -303,6 +303,26 @@ def _take_stream(worker: Executor, action: Action) -> bool:
     return True
 
 
+def _ship(worker: Executor, action: Action) -> bool:
+    _, slot, microbatch, key, targets = action
+    if key not in worker.values:
+        raise Violation(f"worker {worker.number} sends {parts_of(key)}, which it lacks")
+    _send_to(worker, targets, key, (worker.values[key], _replica(worker, slot).after(microbatch)))
+    return True
+
+
+def _take_ship(worker: Executor, action: Action) -> bool:
+    _, slot, microbatch, key, source = action
+    payload = worker.take(key, source)
+    if payload is None:
+        return False
+    kept, after = payload
+    _replica(worker, slot).take_forward(microbatch, after)
+    _keep(worker, key, kept)
+    worker.world.turns.add("residual is taken")
+    return True
+
+
 def take_arrived(worker: Executor) -> None:
     """Takes the streams that have arrived completely at the fence, for each slot up to the first gap."""
     missing = set()
@@ -334,6 +354,6 @@ _DO: tuple[Callable[[Executor, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward, _weights),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
     *(_stream, _take_stream),
-    *(_unshard, _reshard),
+    *(_unshard, _reshard, _ship, _take_ship),
 )
 assert REDO == 1, "the table stands in the order of the codes"

@@ -108,6 +108,7 @@ class Case:
     fsdp: int = 0
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
+    residuals: str = "recompute"
     validate_every: int = 0
     early_stop: bool = False  # after the second validation: none is better than the first
     predicts: bool = False  # only forwards run, once, before the first step

@@ -28,7 +28,7 @@ KINDS = {
 NOTHING = -1
 # Codes of actions; computations first, because they take time.
 FORWARD, REDO, BACKWARD, INPUT, WEIGHTS, SEND, RECEIVE, GIVE, HEAL, REDUCE = range(10)
-MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND, UNSHARD, RESHARD = range(10, 19)
+MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND, UNSHARD, RESHARD, SHIP, TAKE_SHIP = range(10, 21)
 COMPUTE = WEIGHTS
 POINT_OF = (
     "F",
@@ -47,6 +47,7 @@ POINT_OF = (
     *("STREAM",) * 4,
     "UNSHARD",
     "RESHARD",
+    *("STREAM",) * 2,
 )
 NAMES = (
     "F",
@@ -68,15 +69,17 @@ NAMES = (
     "HAND (takes)",
     "UNSHARD",
     "RESHARD",
+    "SHIP",
+    "SHIP (takes)",
 )
 VALUES = (
     *("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream"),
     *("pending", "shard"),
 )
 CARRIED = (TAKE_STREAM, TAKE_HAND)
-OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STREAM: Op.STREAM} | dict.fromkeys(
-    (HAND, TAKE_HAND), Op.HAND
-)  # of the codes whose actions have a part in the sums of a slot
+OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STREAM: Op.STREAM} | {
+    code: op for op, codes in ((Op.HAND, (HAND, TAKE_HAND)), (Op.SHIP, (SHIP, TAKE_SHIP))) for code in codes
+}  # of the codes whose actions have a part in the sums of a slot
 _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT, Op.W: WEIGHTS}
 
 
@@ -169,12 +172,15 @@ def routed(program: Program, ownership: Ownership) -> _Routes:
     return routes
 
 
-_TO_REPLICAS = {Op.HEAL: STATE, Op.LOG: LOGGED, Op.STREAM: STREAMED, Op.HAND: STREAMED}
+_TO_REPLICAS = {Op.HEAL: STATE, Op.LOG: LOGGED, Op.STREAM: STREAMED, Op.HAND: STREAMED, Op.SHIP: RESIDUAL}
+
+
+_CARRYING = {Op.STREAM: (STREAM, TAKE_STREAM), Op.HAND: (HAND, TAKE_HAND), Op.SHIP: (SHIP, TAKE_SHIP)}
 
 
 def _gives(action: Action, worker: int, ownership: Ownership) -> bool:
-    """Whether a worker sends the value: the owner of its slot, save for an accumulator that the owner gets."""
-    return (ownership.owner(action.pipeline, action.stage) == worker) is (action.op is not Op.HAND)
+    """Whether a worker sends the value: the owner of its slot, save for what the owner gets of a worker that leaves."""
+    return (ownership.owner(action.pipeline, action.stage) == worker) is (action.op not in (Op.HAND, Op.SHIP))
 
 
 def _key_to_replicas(action: Action) -> int:
@@ -248,8 +254,8 @@ def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Rout
     stage, op, microbatch, pipeline = action
     slot = (pipeline, stage)
     owns = ownership.owner(*slot) == worker
-    if op in (Op.STREAM, Op.HAND):
-        key, gives, takes = _key_to_replicas(action), *((STREAM, TAKE_STREAM) if op is Op.STREAM else (HAND, TAKE_HAND))
+    if op in _CARRYING:
+        key, gives, takes = _key_to_replicas(action), *_CARRYING[op]
         if _gives(action, worker, ownership):
             return gives, slot, microbatch, key, routes.targets(worker, key)
         return takes, slot, microbatch, key, routes.source(key)

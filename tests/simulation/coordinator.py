@@ -43,6 +43,7 @@ def job_of(
     schedule: str = "1f1b",
     early_stop: bool = False,
     predicts: bool = False,
+    residuals: Any = "recompute",
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
@@ -58,6 +59,7 @@ def job_of(
         redundancy=redundancy,
         redundancy_level=level,
         audit=0,
+        residuals=residuals,
         validate_every=validate_every,
         early_stop="loss:1" if early_stop and validate_every else "",
         checkpoint_every="0" if predicts else str(keep_every or "end"),

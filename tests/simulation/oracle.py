@@ -72,6 +72,7 @@ class _Need:
         self.held: dict[int, Inventory] = {
             each.worker: each for each in given.inventories if each.step == given.committed + 1
         }
+        self.shipped = {(ship.slot, ship.microbatch) for ship in given.ships}
         self.anywhere = {value for each in self.held.values() for value in each.values}
         self.found: set[Task] = set()
         self.done = {slot for slot in self.grid.slots() if self._is_done(slot[1])}
@@ -112,6 +113,8 @@ class _Need:
         counted = held.counted.get(slot, 0) if held and slot in held.whole else 0
         added = max((each.added.get(slot, 0) for each in self.held.values() if slot in each.whole), default=0)
         counted = max(counted, added)  # an accumulator comes with its forwards
+        while (slot, counted) in self.shipped:
+            counted += 1
         return counted, self.grid.microbatches if slot in self.done else added
 
     def _forward(self, slot: Slot, microbatch: int) -> None:
@@ -135,7 +138,7 @@ class _Need:
         pipeline, stage = slot
         held = self.held.get(self.ownership.owner(*slot))
         kept = held is not None and Value(Kind.RESIDUAL, pipeline, stage, microbatch) in held.values
-        if not kept:
+        if not kept and (slot, microbatch) not in self.shipped:
             self._forward(slot, microbatch)
         after = Value(Kind.GRADIENT, pipeline, stage + 1, microbatch)
         there = stage + 1 == self.grid.stages or after in self.anywhere

@@ -14,6 +14,7 @@ from engine.core.ownership import Grid, Ownership, Redundancy, Slot, healed
 from engine.core.program.build import baseline, build_program
 from engine.core.program.inventory import Inventory, PlanMessage, from_json
 from engine.core.program.planner import EpochPlan, PlanInput, make_plan
+from engine.core.program.residuals import Ship
 from engine.core.protocol.worker_inputs import plan_epoch
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled, compiled
@@ -69,7 +70,8 @@ def planned(grid: Grid, schedule: str, told: PlanMessage) -> Planned:
     """Returns the plan of a document."""
     made = plan_epoch(grid, schedule, told)
     inventories = tuple(read(text) for _, text in told.inventories)
-    given = PlanInput(told.epoch, told.committed, made.ownership, inventories)
+    ships = tuple(Ship(*each) for each in told.ships)
+    given = PlanInput(told.epoch, told.committed, made.ownership, inventories, ships)
     check_plan(given, made.plan)
     if hash(told.inventories) % 16 == 0:
         turned = tuple(_turned(each) for each in inventories)
@@ -89,12 +91,5 @@ def forget() -> None:
 
 def _turned(inventory: Inventory) -> Inventory:
     """Returns an equal inventory whose mappings were filled the other way round."""
-    return Inventory(
-        inventory.worker,
-        inventory.step,
-        inventory.whole,
-        dict(reversed(list(inventory.counted.items()))),
-        dict(reversed(list(inventory.added.items()))),
-        inventory.logged,
-        inventory.values,
-    )
+    counted, added = (dict(reversed(list(each.items()))) for each in (inventory.counted, inventory.added))
+    return replace(inventory, counted=counted, added=added)

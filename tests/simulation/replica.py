@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.messages import AuditMessage
 from engine.core.ownership import Slot
-from engine.core.program.inventory import Inventory, ValueRuns, to_json
+from engine.core.program.inventory import Inventory, SavedResiduals, ValueRuns, to_json
 from engine.core.value import Kind, Value
 from tests.simulation import provenance
 from tests.simulation.case import Violation
@@ -102,6 +102,20 @@ class Replica:
             self.counted, self.forwards = added, [*range(added)]
             *self.befores, (self.running, self.losses) = befores
 
+    def after(self, microbatch: int) -> tuple[int, int]:
+        """Returns the buffers and losses behind a forward."""
+        return (*self.befores, (self.running, self.losses))[microbatch + 1]
+
+    def take_forward(self, microbatch: int, after: tuple[int, int]) -> None:
+        """Counts a forward that another replica has run, unless it has been counted."""
+        if microbatch > self.counted:
+            raise Violation(f"the residual of {microbatch} of slot {self.slot} after {self.counted} have been counted")
+        if microbatch == self.counted:
+            self.counted += 1
+            self.befores.append((self.running, self.losses))
+            self.forwards.append(microbatch)
+            self.running, self.losses = after
+
     def part(self, microbatches: int) -> tuple[int, int, int]:
         """Returns its share of the reduction; the accumulator stays as it is."""
         if self.forwards != [*range(microbatches)] or self.backwards != [*range(microbatches)]:
@@ -136,8 +150,8 @@ def adopted(worker: Executor, slots: tuple[Slot, ...]) -> None:
             tell_hashes(worker, slot)
 
 
-def inventory_of(worker: Executor) -> str:
-    """Returns the inventory of a worker as the text that it sends."""
+def inventory_of(worker: Executor, *, offers: bool = False) -> str:
+    """Returns the inventory of a worker as the text that it sends; it may offer all residuals of its slots."""
     replicas = sorted(worker.replicas.items())
     whole = tuple((slot, replica) for slot, replica in replicas if replica.version == worker.step)
     return _text(
@@ -148,6 +162,7 @@ def inventory_of(worker: Executor) -> str:
         tuple((slot, replica.added) for slot, replica in whole),
         tuple(slot for slot, replica in whole if replica.logged is not None),
         tuple(sorted(worker.values)),
+        offers,
     )
 
 
@@ -160,9 +175,14 @@ def _text(
     added: tuple[tuple[Slot, int], ...],
     logged: tuple[Slot, ...],
     keys: tuple[int, ...],
+    offers: bool,
 ) -> str:
-    values = ValueRuns(map(_value, keys))
-    return to_json(Inventory(worker, step, whole, dict(counted), dict(added), logged, values))
+    values, saved = ValueRuns(map(_value, keys)), {}
+    for slot in whole if offers else ():
+        first, last = next(iter(values.runs(Kind.RESIDUAL, slot)), (0, -1))
+        if first <= last:
+            saved[slot] = SavedResiduals(first, (1000,) * (last + 1 - first), 10**6, 0)
+    return to_json(Inventory(worker, step, whole, dict(counted), dict(added), logged, values, saved))
 
 
 def _value(key: int) -> Value:

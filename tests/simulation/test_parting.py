@@ -21,6 +21,7 @@ from tests.simulation.schedules import LEFT_INSIDE, first_step, inside_case, par
 from tests.simulation.world import World
 
 HISTORIES = 120
+TAKEN = "residual is taken"
 
 
 @pytest.mark.parametrize("shape", LEFT_INSIDE, ids=Case.text)
@@ -37,9 +38,30 @@ def test_no_backward_is_run_again_wherever_a_worker_is_told(shape: Case) -> None
         assert {each.cause for each in world.membership.out.values()} <= {"left"}, "it is not killed"
 
 
-def with_a_death(stride: int) -> Iterator[Case]:
+@pytest.fixture
+def _time_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in virtual time is too short for a grace that ends in it and leaves time to send."""
+    monkeypatch.setattr("engine.core.protocol.orders.left_ns", lambda workers, *_: dict.fromkeys(workers, 10**9))
+
+
+@pytest.mark.usefixtures("_time_to_send")
+@pytest.mark.parametrize("shape", LEFT_INSIDE, ids=Case.text)
+def test_no_forward_is_run_again_wherever_a_worker_is_told_that_sends_its_residuals(shape: Case) -> None:
+    count = 0
+    for case in short_notices(replace(shape, residuals="ship"), 5):
+        world = World(case)
+        world.run()
+        world.judge.end()
+        count += TAKEN in world.turns
+        assert max(world.judge.backwards.values()) == 1, case.text()
+        assert "forward is redone" not in world.turns, case.text()
+        assert world.membership.phase is Phase.FINISHED
+    assert count
+
+
+def with_a_death(stride: int, residuals: str = "recompute") -> Iterator[Case]:
     """Yields short notices, each with a death of the leaver, of its heir or of another at every `stride`-th moment."""
-    case = replace(SMALL, level=2)
+    case = replace(SMALL, level=2, residuals=residuals)
     told = replace(case, faults=(Fault(1, "moment", first_step(case, run(case).moments[1]).stop + 5, SHORT),))
     for worker, moments in enumerate(run(told).moments):
         for moment in range(told.faults[0].at // 2, moments + 1, stride):
@@ -50,6 +72,13 @@ def test_every_death_beside_a_hand_over_inside_a_step() -> None:
     histories = all_well(with_a_death(2))
     assert {history.phase for history in histories} == {Phase.FINISHED}
     assert sum(INSIDE in history.turns for history in histories) > len(histories) * 0.5
+
+
+@pytest.mark.usefixtures("_time_to_send")
+def test_every_death_while_residuals_are_sent() -> None:
+    histories = all_well(with_a_death(3, "ship"))
+    assert {history.phase for history in histories} == {Phase.FINISHED}
+    assert sum(TAKEN in history.turns for history in histories) > len(histories) * 0.2
 
 
 def test_a_coordinator_that_dies_is_replaced() -> None:
@@ -108,3 +137,9 @@ def test_accumulators_that_are_sent_and_run_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plans, "check_plan", lambda given, plan: None)
     monkeypatch.setattr(Replica, "take_stream", lambda self, stream: None)
     caught(short_notices(SMALL, 5), "samples: step .: worker . counted the .* 2 times")
+
+
+@pytest.mark.usefixtures("_fresh_answers", "_time_to_send")
+def test_residuals_whose_forwards_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replica, "take_forward", lambda self, microbatch, after: None)
+    caught(short_notices(replace(SMALL, residuals="ship"), 5), "have been counted|has counted")

@@ -188,11 +188,17 @@ class Worker(Joining):
     def count(self, output: outputs.CountHeld) -> Answer:
         """Lists what it holds."""
         take_arrived(self)
-        self.holds = inventory_of(self)
+        self.holds = inventory_of(self, offers=self.leaves)
         if self.number not in self.world.members:
             self.world.turns.add("waiting worker becomes a member")
         self.world.judge.inventoried(self, self.holds)
         return inputs.InventoryCounted(self.holds, self.ownership.grid.places(read(self.holds).whole))
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it leaves, with time to send residuals."""
+        message = self.state.message
+        return message is not None and dict(message.left_ms).get(self.number, 0) > 0
 
     def begin_at(self, output: outputs.BeginAt) -> Answer:
         """Goes on to this step."""
@@ -287,7 +293,7 @@ class Worker(Joining):
 
     def make_plan(self, output: outputs.MakePlan) -> Answer:
         """Makes a plan, which takes a while."""
-        if self.holds != inventory_of(self):
+        if self.holds != inventory_of(self, offers=self.leaves):
             raise Violation(f"worker {self.number} has changed after its inventory")
         self.come_to("plan")
         if self.alive:

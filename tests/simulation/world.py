@@ -106,6 +106,7 @@ class World:
             case.schedule,
             case.early_stop,
             case.predicts,
+            case.residuals,
         )
         self.grid = grid
         self.members = self.ownership.workers()

@@ -428,6 +428,15 @@ class ResidualsRecord(StampedRecord):
     stuck: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedoneRecord(StampedRecord):
+    """The writing worker could not use the residual that `action` brought, and ran its forward again; `why` says so."""
+
+    step: int
+    action: str
+    why: str
+
+
 # The records of a run about the memory and the load of its devices.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord(StampedRecord):

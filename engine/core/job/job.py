@@ -159,7 +159,7 @@ class Job:
     )
     share_gpu: bool = described(False, "let several workers share a GPU; slow, because they take turns: for tests")
     residuals: ResidualChoice = described(
-        "recompute",
+        "auto",
         "when a worker leaves between a microbatch's forward and backward: ship = send the activations saved for the "
         "backward; recompute = run the forward again elsewhere; auto = whichever is quicker",
     )

@@ -100,6 +100,16 @@ def starts_of(program: Program, ownership: Ownership) -> dict[int, array[float]]
     return {worker: array("d", starts) for worker, starts in walk.starts.items()}
 
 
+def makespan_of(
+    program: Program, ownership: Ownership, costs: Mapping[int, Sequence[float]], held: Collection[Held] = ()
+) -> float:
+    """Returns the time of a dry run in which the actions of each worker have these costs."""
+    walk = _Walk(program, ownership, held)
+    walk.run(costs)
+    ends = (start + cost for each in program for start, cost in zip(walk.starts[each], costs[each], strict=True))
+    return max(ends, default=0.0)
+
+
 def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = ()) -> None:
     """Raises DeadlockError or ScheduleError as `dry_run` does, without a timeline."""
     _Walk(program, ownership, held).run(dict.fromkeys(program, repeat(0.0)))

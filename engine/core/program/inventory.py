@@ -110,6 +110,7 @@ class Inventory:
     values: ValueRuns = field(default_factory=ValueRuns)  # activations, gradients, residuals and pendings
     saved: Mapping[Slot, SavedResiduals] = field(default_factory=dict)  # by a worker that leaves
     stuck: str = ""  # why it cannot send other residuals
+    rates: Mapping[int, int] = field(default_factory=dict)  # bytes a second to other workers, as far as they are known
 
 
 def to_json(inventory: Inventory) -> str:
@@ -127,6 +128,7 @@ def to_json(inventory: Inventory) -> str:
     }
     if inventory.saved or inventory.stuck:
         held["stuck"] = inventory.stuck
+        held["rates"] = [list(pair) for pair in sorted(inventory.rates.items())]
         held["saved"] = [
             [*slot, saved.first, saved.forward_ns, saved.graph_ns, saved.load_ns, *saved.sizes]
             for slot, saved in sorted(inventory.saved.items())
@@ -151,6 +153,7 @@ def from_json(text: str) -> Inventory:
                 for pipeline, stage, first, forward_ns, graph_ns, load_ns, *sizes in held.get("saved", ())
             },
             held.get("stuck", ""),
+            dict(held.get("rates", ())),
         )
         numbers, text_of_stuck = _numbers(inventory), type(inventory.stuck) is str
         same = all(type(each) is int and each >= 0 for each in numbers) and text_of_stuck and to_json(inventory) == text
@@ -186,6 +189,7 @@ def _numbers(inventory: Inventory) -> Iterator[int]:
     for slot in (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added, *inventory.saved):
         yield from slot
     yield from (number for saved in inventory.saved.values() for number in (*saved[:1], *saved.sizes, *saved[2:]))
+    yield from (number for pair in inventory.rates.items() for number in pair)
     yield from inventory.counted.values()
     yield from inventory.added.values()
     for _, pipeline, stage, runs in inventory.values.lines():

@@ -5,9 +5,9 @@
 
 Rules: a residual goes to the owner of its slot, which then counts its forward. Those of a slot go in the order of the
 microbatches, behind the accumulator, because the forwards count in that order: the first one that is recomputed ends
-them. With `auto` a residual is sent if that takes less time than to recompute it, and if all that a successor gets is
-worth the time to load what makes graphs there; with `ship` always. Neither sends what does not fit into the time that
-the worker has left.
+them. With `ship` all are sent that fit into the time that the worker has left. With `auto` those of them with which the
+rest of the step is over first: all, none, or each that takes less time than to recompute it, if all that a successor
+gets is worth the time to load what makes graphs there. The plans with these are run dry (`quickest`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def ships_in(
     step: int,
     inventories: Sequence[Inventory],
     mode: str,
-    bytes_per_s: float,
+    bytes_per_s: float,  # of links whose rate the giver does not know
     left_ns: Mapping[int, int],
 ) -> tuple[Ship, ...]:
     """Returns the residuals to send in `step`, by slot; `left_ns` is the time that is left to each worker that leaves.
@@ -69,9 +69,9 @@ def ships_in(
         taker = held.get(ownership.owner(*slot))
         if taker is None or taker.worker == giver or slot in taker.logged:
             continue
-        saved = held[giver].saved[slot]
+        saved, rate = held[giver].saved[slot], held[giver].rates.get(taker.worker, bytes_per_s)
         for microbatch in _lacking(slot, taker, held[giver], held.values()):
-            took_ns = ship_ns(saved.bytes_of(microbatch), bytes_per_s)
+            took_ns = ship_ns(saved.bytes_of(microbatch), rate)
             if (mode == "auto" and took_ns + saved.graph_ns >= saved.forward_ns) or took_ns > left.get(giver, 0):
                 break
             left[giver] -= round(took_ns)

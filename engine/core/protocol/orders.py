@@ -407,7 +407,8 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
     if not _is_new_epoch(state):
         return state, ()
     going = known.going if known.phase in GATHERING else ()
-    left = left_ns(going, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
+    offers = going if state.job.residuals != "recompute" else ()
+    left = left_ns(offers, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
     epoch = messages.EpochMessage(
         epoch=known.epoch,
         members=known.members,

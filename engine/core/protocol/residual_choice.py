@@ -1,26 +1,32 @@
 """The choice of residuals that travel, as a part of the document of a plan, and its record.
 
-The workers that leave have told what they can send; the rate of the links follows from the replicas that were sent. The
-host of the coordinator chooses, because it knows the time that a worker has left, and all members get the choice.
+The workers that leave have told what they can send, and how fast their links to other hosts are. The rate of other
+links follows from the replicas that were sent. The host of the coordinator chooses, because it knows the time that a
+worker has left, and all members get the choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from statistics import fmean
 
+from engine.core.action import Op
 from engine.core.errors import InvariantError
 from engine.core.history.run_records import ResidualsRecord
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership
+from engine.core.program.dry_run import makespan_of
 from engine.core.program.inventory import PlanMessage, from_json
-from engine.core.program.planner import PlanInput, refuse_impossible
-from engine.core.program.residuals import ships_in
+from engine.core.program.planner import PlanInput, held_at_start, make_plan, refuse_impossible
+from engine.core.program.residuals import Ship, ship_ns, ships_in
+from engine.core.program.schedules import COSTS
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Write
 from engine.core.protocol.rebalancing import departure_ns
 from engine.core.texts import counted, size_text
 
 _PLAN_NS = 100_000_000  # to make the plan
+_MOST_COMPARED = 256  # microbatches of slots: to compare their plans takes a tenth of a second
 
 
 def left_ns(
@@ -29,6 +35,46 @@ def left_ns(
     """Returns the nanoseconds that workers that leave have to send residuals; 0 if they are over."""
     spare_ns = {worker: departure_ns(graces_ns.get(worker, 0)) + now_ns + _PLAN_NS for worker in workers}
     return {worker: max(0, deadlines_ns.get(worker, 0) - ns) * 4 // 5 for worker, ns in spare_ns.items()}
+
+
+def chosen_ships(source: PlanInput, mode: str, bytes_per_s: float, left: Mapping[int, int]) -> tuple[Ship, ...]:
+    """Returns the residuals to send; with `auto` those of the plan that ends first in a dry run.
+
+    In a large job, whose plans take long to make, each is compared with its own forward only.
+    """
+    given = source.ownership, source.committed + 1, source.inventories
+    one, grid = ships_in(*given, mode, bytes_per_s, left), source.ownership.grid
+    if mode != "auto" or grid.stages * grid.pipelines * grid.microbatches > _MOST_COMPARED:
+        return one
+    ways = dict.fromkeys(((), one, ships_in(*given, "ship", bytes_per_s, left)))
+    if len(ways) == 1:
+        return one
+    return min(ways, key=lambda ships: (_rest_ns(replace(source, ships=ships), bytes_per_s), len(ships)))
+
+
+def _rest_ns(source: PlanInput, bytes_per_s: float) -> float:
+    """Returns the time of the rest of the step, as if all forwards took as long as those of the workers that leave.
+
+    A residual comes over the link; the first backward with one at a worker loads what makes graphs, and each makes one.
+    """
+    plan, owner = make_plan(source), source.ownership.owner
+    held = {each.worker: each for each in source.inventories}
+    forward_ns = fmean(saved.forward_ns for each in held.values() for saved in each.saved.values())
+    came = {ship[1:]: held[ship.giver] for ship in source.ships}
+    costs: dict[int, list[float]] = {}
+    for worker, actions in plan.program.items():
+        costs[worker], has_loaded = [], False
+        for stage, op, microbatch, pipeline in actions:
+            cost, slot = COSTS.get(op, 0.0) * forward_ns, (pipeline, stage)
+            giver = came.get((*slot, microbatch))
+            if giver is not None and op is Op.SHIP:
+                rate = giver.rates.get(owner(*slot), bytes_per_s)
+                cost = ship_ns(giver.saved[slot].bytes_of(microbatch), rate) if worker == giver.worker else 0.0
+            elif giver is not None and op in (Op.B, Op.I):
+                cost += giver.saved[slot].graph_ns + (0 if has_loaded else giver.saved[slot].load_ns)
+                has_loaded = True
+            costs[worker].append(cost)
+    return makespan_of(plan.program, source.ownership, costs, held_at_start(source))
 
 
 def with_ships(
@@ -47,7 +93,8 @@ def with_ships(
     except InvariantError:
         return document, []
     offers = [held for held in inventories if held.worker in document.leaving and (held.saved or held.stuck)]
-    ships = ships_in(ownership, committed + 1, inventories, job.residuals, bytes_per_s, left) if offers else ()
+    source = PlanInput(document.epoch, committed, ownership, inventories)
+    ships = chosen_ships(source, job.residuals, bytes_per_s, left) if offers else ()
     outputs: list[CoordinatorOutput] = []
     for held in offers:
         mine = [ship for ship in ships if ship.giver == held.worker]

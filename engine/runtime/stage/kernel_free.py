@@ -52,7 +52,7 @@ class KernelFree(OperationMode):
             return written[0] if len(written) == 1 else tuple(written)
         place = given.get("device") or next((each.device for each in tensors if each.dim()), None)
         place = place or (tensors[0].device if tensors else torch.get_default_device())
-        if is_any or "device" in given:
+        if "device" in given or any(each.name == "device" for each in schema.arguments):
             given["device"] = "meta"
         made = _shapes_of(func, args, given)
         return tree_map(lambda value: self._allocated(value, place) if isinstance(value, Tensor) else value, made)

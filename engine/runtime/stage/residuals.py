@@ -221,6 +221,7 @@ def _dtype(name: str) -> torch.dtype:
 
 # The parcel: a header in JSON, and the memory of all tensors in pieces of bytes.
 #
+#     inputs   those of the stage, from which a successor whose layers make other graphs runs the forward again
 #     groups   of each group of layers: its segments, or the inputs and buffers of its checkpoint
 #     segment  the inputs by shape, the digest of the form, and of each place: the number of a tensor, the view of a
 #              weight, or null for none and for a number of the code, which the successor has
@@ -296,6 +297,9 @@ def parcel_of(stage: Stage, microbatch: int, rebuilding: _Rebuilding | None = No
         raise CannotTravelError("its weights are sharded")
     packing = _Packing(rebuilding)
     groups: list[Any] = []
+    first = residual.groups[0]
+    of_first = first.inputs if isinstance(first, Checkpoint) else first[0].inputs
+    of_stage = [[packing.number(tensor), tensor.requires_grad] for tensor in of_first]
     for indices, entry in zip(stage.groups, residual.groups, strict=True):
         if isinstance(entry, Checkpoint):
             inputs = [[packing.number(tensor), tensor.requires_grad] for tensor in entry.inputs]
@@ -303,7 +307,7 @@ def parcel_of(stage: Stage, microbatch: int, rebuilding: _Rebuilding | None = No
         else:
             models = [_model_of_layer(rebuilding, *pair) for pair in zip(indices, entry, strict=True)]
             groups.append(list(map(packing.segment, entry, models)))
-    header: dict[str, Any] = {"groups": groups, "loss": None}
+    header: dict[str, Any] = {"inputs": of_stage, "groups": groups, "loss": None}
     if residual.loss is not None:
         targets, weight = residual.counts
         model = _model_of_loss(rebuilding, residual.loss, targets, weight)
@@ -419,10 +423,13 @@ def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSp
     return channel.take(source, key)
 
 
-def keep_parcel(stage: Stage, microbatch: int, parcel: Parcel) -> None:
+def keep_parcel(
+    stage: Stage, step: int, microbatch: int, parcel: Parcel, tell: Callable[[str], object] = lambda why: None
+) -> None:
     """Gives a stage the residual of a microbatch, and counts its forward if that has not been counted.
 
-    Its graphs are made at its backward, when the worker that leaves need not be there any more.
+    Its graphs are made at its backward, when the worker that leaves need not be there any more. If they differ from
+    those of that worker, the forward is run again, and `tell` gets the reason.
     """
     header, tensors = parcel.header, _tensors(parcel)
     if microbatch == stage.counted:
@@ -433,12 +440,28 @@ def keep_parcel(stage: Stage, microbatch: int, parcel: Parcel) -> None:
             stage.losses[microbatch] = float.fromhex(header["loss"]["value"])
         stage.counted += 1
     ensure(microbatch < stage.counted, f"the residual of {microbatch} comes where {stage.counted} are in")
-    stage.residuals[microbatch] = Residual([], (), make=lambda: _unpacked(stage, header, tensors))
+
+    def make() -> Residual:
+        try:
+            return _unpacked(stage, header, tensors)
+        except CannotTravelError as error:
+            tell(str(error))
+        inputs = tuple(tensors[number].requires_grad_(needs_grad) for number, needs_grad in header["inputs"])
+        targets, weight = _counts(header["loss"], tensors) if header["loss"] is not None else (None, None)
+        stage.redo_forward(step, microbatch, inputs, targets, weight)
+        return stage.residuals.pop(microbatch)
+
+    stage.residuals[microbatch] = Residual([], (), make=make)
     stage.peak_stash = max(stage.peak_stash, stage.num_stashed)
 
 
+def _counts(loss: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Tensors, float | None]:
+    weight = loss["weight"]
+    return tuple(tensors[number] for number in loss["targets"]), None if weight is None else float.fromhex(weight)
+
+
 def _unpacked(stage: Stage, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Residual:
-    """Raises InvariantError if the layers here make a graph of another form."""
+    """Raises CannotTravelError if the layers here make a graph of another form."""
     rebuilding = _Rebuilding(stage)
     groups: list[list[Segment] | Checkpoint] = []
     for indices, entry in zip(stage.groups, header["groups"], strict=True):
@@ -453,10 +476,8 @@ def _unpacked(stage: Stage, header: Mapping[str, Any], tensors: Sequence[Tensor]
             groups.append(made)
     residual = Residual(groups, ())
     if (loss := header["loss"]) is not None:
-        targets = tuple(tensors[number] for number in loss["targets"])
-        weight = None if loss["weight"] is None else float.fromhex(loss["weight"])
+        residual.counts = targets, weight = _counts(loss, tensors)
         residual.loss = rebuilding.loss(loss["segment"]["inputs"], targets, weight)
-        residual.counts = targets, weight
         _fill(residual.loss, loss["segment"], tensors, rebuilding)
     return residual
 
@@ -472,7 +493,7 @@ def _fill(segment: Segment, entry: Mapping[str, Any], tensors: Sequence[Tensor],
     """Puts the saved tensors of the leaver into the places of a graph that was made here."""
     form = _form_of(segment, rebuilding.weights)
     if form.digest != entry["form"]:
-        raise InvariantError(f"{segment.place}: the graph of its forward is not the one of the worker that leaves")
+        raise CannotTravelError(f"the graph of {segment.place} is not the one of the worker that left")
     for place, saved in zip(form.places, entry["saved"], strict=True):
         if saved is None:
             continue

@@ -318,6 +318,10 @@ class DirectTransport(GroupEnd):
         self.in_order: _DirectChannel[ProgramKey] = _DirectChannel(self, IN_ORDER)
         self.aside: _DirectChannel[AsideKey] = _DirectChannel(self, ASIDE)
 
+    def rates(self) -> Mapping[int, int]:
+        """Returns the bytes a second of links to workers of other hosts, as far as they are known."""
+        return self.links.rates()
+
     def take_in(self, arrived: Arrived) -> None:
         """Accepts a message whose receive was posted."""
         posted: _Posted = arrived.receive

@@ -23,6 +23,7 @@ _MAX_RECORD = 16 << 10  # bytes of TLS that travel together
 # What the kernel tells of a connection (linux/tcp.h): the bytes of a segment, the smoothed round trip in microseconds,
 # the segments that may be under way, the least round trip, and the rate in bytes a second.
 _TCP_INFO = struct.Struct("16xI48xI8xI64xI8xQ")
+_NOT_FULL = 7  # the byte whose lowest bit says that the sender gave the link too little when the rate was measured
 _AHEAD_US, _LEAST_BYTES = 5_000, 64 << 10  # that state may be ahead of an idle link
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EBADF)
 
@@ -71,6 +72,15 @@ class Wire:
         most_us = 2 * least_us + _AHEAD_US
         most = min(segment * segments, rate * most_us / 1e6) if now_us <= most_us else 0
         return bool(waiting <= max(_LEAST_BYTES, most))
+
+    @property
+    def bytes_per_s(self) -> int:
+        """The rate at which a link to another host took bytes when it was full; 0: on one host, or it never was."""
+        if self._end.family == socket.AF_UNIX:
+            return 0
+        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size).ljust(_TCP_INFO.size, b"\0")
+        is_full = not info[_NOT_FULL] & 1
+        return _TCP_INFO.unpack(info)[-1] if is_full else 0
 
     def close(self) -> None:
         """Closes this end."""

@@ -119,6 +119,12 @@ class Links:
         if lacks:
             self._see_to(link, lacks)
 
+    def rates(self) -> dict[int, int]:
+        """Returns the bytes a second of links to other hosts, by peer, as far as they are known."""
+        links = [(peer, link.ends) for peer, link in self._links.items() if not link.is_broken]
+        rates = {peer: ends.wire.bytes_per_s for peer, ends in links if ends is not None}
+        return {peer: rate for peer, rate in rates.items() if rate}
+
     def disturb(self, peer: int, disturbance: Disturbance, met: Met) -> bool:
         """Disturbs the link to a worker from now on; calls `met` at the first frame. Returns False without a link."""
         self._adopt_given()

@@ -185,6 +185,10 @@ class NcclTransport:
             for peer, traffic in self._inner.traffic().items()
         }
 
+    def rates(self) -> Mapping[int, int]:
+        """Returns the bytes a second of links to workers of other hosts, as far as they are known."""
+        return self._inner.rates()
+
     def expect(self, step: int, issued: Sequence[Issued]) -> None:
         """Accepts the transfers of a program that is about to run, in issue order."""
         self._between.expect(step, issued)

@@ -308,6 +308,9 @@ class Transport(Protocol):
     def traffic(self) -> Mapping[int, Traffic]:
         """Returns the message counts of both channels by other member; any thread may ask."""
 
+    def rates(self) -> Mapping[int, int]:
+        """Returns the bytes a second of links to workers of other hosts, as far as they are known."""
+
     def expect(self, step: int, issued: Sequence[Issued]) -> None:
         """Accepts the transfers of a program that is about to run, in issue order; none for a backend with tags."""
 

@@ -11,13 +11,15 @@ of steps.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, STASH_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.history.run_records import TensorsRecord
+from engine.core.history.run_records import RedoneRecord, TensorsRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.ballot import ComputeTimes
@@ -342,6 +344,7 @@ class Executor:
             ValueRuns([*self.value_store.values(), *kept]),
             offers.saved,
             offers.stuck,
+            self._plane.rates() if offers.saved else {},
         )
 
     def _offer_residuals(self, left_ns: int) -> ResidualOffers:
@@ -360,9 +363,14 @@ class Executor:
         value = Value(Kind.RESIDUAL, *slot, action.microbatch)
         if slot in program.owned:
             stage = self.context.replicas.stages[slot]
-            keep_parcel(stage, action.microbatch, take_parcel(channel, program.routes.sources[value], key, stage))
+            parcel = take_parcel(channel, program.routes.sources[value], key, stage)
+            keep_parcel(stage, step, action.microbatch, parcel, partial(self._tell_of_redone, action))
         else:
             send_parcel(channel, program.routes.targets[value], key, self._offers.parcels[value])
+
+    def _tell_of_redone(self, action: Action, why: str) -> None:
+        print(f"the residual of {action} cannot be used, so its forward is run again: {why}", file=sys.stderr)
+        self.context.recorder.write(RedoneRecord(step=self.step, action=str(action), why=why))
 
     def _forward(self, action: Action, step: int) -> None:
         stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline
