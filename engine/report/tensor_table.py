@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -52,7 +53,7 @@ def _rows(history: RunHistory) -> Iterator[list[Any]]:
             continue
         key = epoch, record.worker
         if key not in known:
-            known[key] = _predicted(job, ownership, record.worker, facts)
+            known[key] = _predicted(_as_in(job, epochs[epoch]), ownership, record.worker, facts)
         of_step = known[key] if record.step == last[key] else ({}, {})
         for at, rows, predicted in zip(("boundary", "peak"), (record.boundary, record.peak), of_step, strict=True):
             for pipeline, stage, *sizes in rows:
@@ -60,6 +61,11 @@ def _rows(history: RunHistory) -> Iterator[list[Any]]:
                 role = "owner" if ownership.owner(*slot) == record.worker else "shadow"
                 expected = sum(predicted[slot]) / _MIB if slot in predicted else None
                 yield [record.worker, record.step, at, *slot, role, *mib, sum(mib), expected]
+
+
+def _as_in(job: Job, epoch: EpochRecord) -> Job:
+    """Returns the job with the schedule of an epoch."""
+    return replace(job, schedule=epoch.schedule or job.schedule)
 
 
 def _ownership(job: Job, epoch: EpochRecord | None) -> Ownership | None:

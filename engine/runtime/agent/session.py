@@ -62,6 +62,7 @@ from engine.runtime.agent.run_state import (
     telling_unwritten,
     worker_view,
 )
+from engine.runtime.agent.schedule_requests import ScheduleRequests
 from engine.runtime.agent.start_up import LaunchSpec, WorkerGroup, recording
 from engine.runtime.agent.worker_handles import LocalWorkers, WorkerHandle, give_slots
 from engine.runtime.process.clock import TICK_S, now_ns
@@ -348,6 +349,7 @@ class PeriodicTasks(AgentTasks):
         self._group, self._job, launch = group, group.launch.job, group.launch
         self._watch, self._requests, self._source = watch, requests, source
         self._joins = JoinRequests(launch.logs.parent, self._job, launch.recorder)
+        self._schedules = ScheduleRequests(launch.logs.parent, self._job, launch.recorder)
         self._asked, self._memory = Rebalancing(()), MemoryLook()
         self._gpus = GpuLook() if self._job.device == "cuda" else None
 
@@ -364,6 +366,7 @@ class PeriodicTasks(AgentTasks):
         for load in self._gpus.found() if self._gpus else ():
             agent.recorder.write(LoadRecord(**load._asdict()))
         if not agent.is_stopping:
+            self._schedules.look(agent.node.state, agent.decide)
             run, known, newcomers = agent.run_state, agent.node.state, agent.newcomers.numbers
             self._memory = look_at_memory(self._memory, run, known, newcomers, agent.decide)
         self.ask(agent)
