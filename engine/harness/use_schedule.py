@@ -54,8 +54,7 @@ def use_schedule(results: Path, run: str, name: str) -> tuple[RunFolder, EpochRe
                 known.add(record)
                 if isinstance(record, RefusedRecord) and record.request == request.name:
                     raise _refusal(folder, name, record.reason)
-                is_new = isinstance(record, EpochRecord) and record.epoch > epoch and record.planned
-                if is_new and record.schedule == wanted:
+                if isinstance(record, EpochRecord) and record.epoch > epoch and record.schedule == wanted:
                     return folder, record, known.committed + 1
             if known.training_ended is not None or not launcher_runs(known, folder.path):
                 raise NothingMatchedError(f"{folder.path.name} has ended before it could use schedule {name}")

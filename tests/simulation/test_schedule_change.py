@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.program.inventory import PlanMessage
 from engine.core.protocol.state import Phase
+from engine.core.protocol.worker_inputs import plan_epoch
 from tests.simulation import plans
 from tests.simulation.case import USE, Case, Fault
 from tests.simulation.planting import all_well, caught
@@ -84,10 +85,8 @@ def test_a_death_at_every_moment(case: Case) -> None:
 
 
 def test_a_worker_that_repairs_the_schedule_of_the_job_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = plans.plan_epoch
-
     def wrong(grid: Any, schedule: str, told: PlanMessage) -> Any:
-        return right(grid, schedule, replace(told, schedule=""))._replace(document=told)
+        return plan_epoch(grid, schedule, replace(told, schedule=""))._replace(document=told)
 
     plans.forget()
     monkeypatch.setattr(plans, "plan_epoch", wrong)

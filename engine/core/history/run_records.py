@@ -381,7 +381,10 @@ class PaceRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRecord(StampedRecord):
-    """The policy was asked after a step: why blocks move or not, and the wanted `owners`; empty: the present ones."""
+    """The policy was asked after a step: why blocks move or not, and the wanted `owners`; empty: the present ones.
+
+    Or it wants another schedule, and why.
+    """
 
     step: int
     why: str

@@ -27,8 +27,8 @@ def change_of(job: Job, state: State, name: str) -> tuple[str, tuple[int, ...]]:
         UserError: it does not fit the job, or is in use.
     """
     schedule = "" if name in (OWN, job.schedule) else name
-    if schedule and (problem := _unfit(job, schedule)):
-        fitting = [OWN, *(each for each in SCHEDULES if not _unfit(job, each))]
+    if schedule and (problem := unfit(job, schedule)):
+        fitting = [OWN, *(each for each in SCHEDULES if not unfit(job, each))]
         sizes = f"{job.stages_per_worker} stages per worker and {job.microbatches} microbatches"
         raise UserError([Problem("schedule", f"one that fits {sizes}: {', '.join(fitting)}", repr(name), problem)])
     if schedule == state.wanted_schedule:
@@ -37,7 +37,7 @@ def change_of(job: Job, state: State, name: str) -> tuple[str, tuple[int, ...]]:
     return schedule, placed_owners(job, schedule, state.owners)
 
 
-def _unfit(job: Job, schedule: str) -> str:
+def unfit(job: Job, schedule: str) -> str:
     """Returns what keeps a run from using a schedule, in words."""
     if schedule not in SCHEDULES:
         return nearest(schedule, SCHEDULES) or "no schedule has this name"
