@@ -24,22 +24,19 @@ JOB = Job(stages=3, microbatches=12, adapt_schedule=5)
 SHIFT = (0, 7 * S, 3 * S)  # of the clocks of the workers' hosts
 
 
-def after(
-    steps: int, transfer_ms: tuple[float, float], times: WorkerTimes | None = None, first: int = 0
-) -> WorkerTimes:
+def after(steps: int, transfer_ms: tuple[float, float]) -> WorkerTimes:
     """Returns the times of steps whose forwards and backwards take 10 ms, with transfers between three stages."""
-    times = times or WorkerTimes()
-    for at in range(first, first + steps):
+    times = WorkerTimes()
+    for at in range(steps):
         for stage in range(3):
+            ways = ((stage, 0), (stage - 1, 1), (stage - 1, 0), (stage, 1))  # its edge, and whether a value comes
             passed = []
-            for mine, peer in ((stage, stage + 1), (stage, stage - 1), (stage, stage - 1), (stage, stage + 1)):
-                edge = min(mine, peer)
-                lag = int(transfer_ms[edge] * MS) if 0 <= edge < 2 else -1
-                comes = len(passed) in (1, 3)
+            for edge, comes in ways:
                 ends = tuple(
-                    number * 20 * MS + SHIFT[stage] + comes * (lag + (number % 3) * MS) for number in range(12)
+                    20 * MS * number + SHIFT[stage] + comes * (int(transfer_ms[edge] * MS) + number % 3 * MS)
+                    for number in range(12 * (0 <= edge < 2))
                 )
-                passed.append(ends if lag >= 0 and peer < 3 else ())
+                passed.append(ends)
             vote = SlotVote(0, stage, took_ns=(120 * MS, 120 * MS), passed_ns=tuple(passed))
             times, _ = heard(times, stage, VoteMessage(1, at, (vote,)))
     return times
@@ -82,7 +79,7 @@ def test_the_schedule_of_the_job_comes_back_where_it_is_as_quick() -> None:
 def test_it_looks_seldom_and_not_while_something_else_changes() -> None:
     times = after(14, (2, 10))
     looked, wanted = look(ScheduleLook(), JOB, running_at(13), times, 5 * S)
-    assert wanted is not None and looked == (13, 5 * S, 13)
+    assert wanted is not None and looked == ScheduleLook(13, 5 * S, 13)
     state = step(running_at(13), wanted)
     assert look(ScheduleLook(), JOB, state, times, 9 * S)[1] is None, "the wish waits for its boundary"
     assert look(looked, JOB, running_at(13 + QUIET_STEPS - 1), times, 9 * S)[1] is None
