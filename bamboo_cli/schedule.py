@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="Show, check or export the program of a job; compare schedules, or search for one.",
+    help="Show, check or export the program of a job; compare schedules, search for one, or change that of a run.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
     "bamboo schedule compare --stages 8 --stages-per-worker 2  |  "
@@ -310,3 +310,26 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror or "" if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UserError([Problem("--program", "a readable CSV file", str(path), reason)]) from error
+
+
+@schedule.command()
+def use(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A schedule that fits the run, or own for that of its job."),
+    ],
+    run: Annotated[
+        str,
+        typer.Option("--run", metavar="RUN", help="The name of a run that goes on.", autocompletion=completion.runs),
+    ] = "latest",
+    results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = Path("results"),
+    as_json: AsJson = False,
+) -> None:
+    """Let a run that goes on use another schedule from the next step boundary on; its bits stay the same."""
+    from engine.harness.use_schedule import use_schedule
+
+    folder, epoch, step = use_schedule(results, run, name)
+    if as_json:
+        echo(json.dumps({"run": folder.path.name, "schedule": name, "step": step, "epoch": epoch.epoch}))
+    else:
+        echo(f"{folder.path.name}: {epoch.reason}")

@@ -61,18 +61,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
         UserError: no worker can join it.
         EnvironmentLacksError: this command has other code or other arithmetic.
     """
-    try:
-        folder = find_run(results, run)
-    except NothingMatchedError:
-        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", _others(run, results)) from None
-    history = GrowingEvents(folder.events).read_on()
-    if history.training_ended is not None or not launcher_runs(history, folder.path):
-        if not history.of(JobRecord) and folder.path.name in live_runs(folder.path.parent):
-            raise NothingMatchedError(f"{folder.path.name} has not begun yet, and nothing can join it", "try it again")
-        if not folder.events.exists():
-            raise NothingMatchedError(f"{run!r} is no folder of a run", _others(run, results))
-        hint = _others(run, folder.path.parent)
-        raise NothingMatchedError(f"{folder.path.name} has ended, and nothing can join it", hint)
+    folder, history = live_run(results, run, "nothing can join it")
     if not takes_workers(history.job):
         hint = "start it with --elastic, so that blocks move to a worker that joins; or with --standby N"
         raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
@@ -81,6 +70,26 @@ def run_to_join(results: Path, run: str) -> RunFolder:
         raise UserError([Problem("--join", "the run on the host that coordinates it", folder.path.name, hint)])
     _refuse_other_bits(folder, history.job)
     return folder
+
+
+def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]:
+    """Returns a run that goes on, and its history so far.
+
+    Raises:
+        NothingMatchedError: there is no such run, or it has ended or not begun, and so `then`.
+    """
+    try:
+        folder = find_run(results, run)
+    except NothingMatchedError:
+        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", _others(run, results)) from None
+    history = GrowingEvents(folder.events).read_on()
+    if history.training_ended is not None or not launcher_runs(history, folder.path):
+        if not history.of(JobRecord) and folder.path.name in live_runs(folder.path.parent):
+            raise NothingMatchedError(f"{folder.path.name} has not begun yet, and {then}", "try it again")
+        if not folder.events.exists():
+            raise NothingMatchedError(f"{run!r} is no folder of a run", _others(run, results))
+        raise NothingMatchedError(f"{folder.path.name} has ended, and {then}", _others(run, folder.path.parent))
+    return folder, history
 
 
 def _others(run: str, results: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -499,7 +500,8 @@ def _rows(history: RunHistory) -> Iterator[list[Any]]:
             continue
         key = epoch, record.worker
         if key not in known:
-            known[key] = _predicted_tensors(job, ownership, record.worker, facts)
+            of_epoch = replace(job, schedule=epochs[epoch].schedule or job.schedule)
+            known[key] = _predicted_tensors(of_epoch, ownership, record.worker, facts)
         of_step = known[key] if record.step == last[key] else ({}, {})
         for at, rows, predicted in zip(("boundary", "peak"), (record.boundary, record.peak), of_step, strict=True):
             for pipeline, stage, *sizes in rows:

@@ -361,17 +361,18 @@ def dry_waits(
         return costs.get((action.pipeline, action.stage, action.op), 0.0)
 
     waits: dict[tuple[int, int, str], float] = {}
-    known: dict[Ownership, defaultdict[tuple[int, str], float]] = {}
+    known: dict[tuple[Ownership, str], defaultdict[tuple[int, str], float]] = {}
     for epoch in epochs:
         ownership = Ownership(job.grid, epoch.owners, epoch.shadows)
-        if ownership not in known:
+        of = ownership, epoch.schedule or job.schedule
+        if of not in known:
             program = build_program(
-                job.schedule, ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time
+                of[1], ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time
             )
-            idle = known[ownership] = defaultdict(float)
+            idle = known[of] = defaultdict(float)
             free = dict.fromkeys(program, 0.0)
             for start, end, worker, action in dry_run(program, ownership, cost).spans:  # of a worker in its order
                 idle[worker, _CAUSE.get(action.op, _PEERS)] += start - free[worker]
                 free[worker] = end
-        waits |= {(epoch.epoch, *of): idle for of, idle in known[ownership].items()}
+        waits |= {(epoch.epoch, *each): idle for each, idle in known[of].items()}
     return waits

@@ -23,6 +23,7 @@ from engine.core.protocol.events import (
     Takeover,
     Tick,
     WantedOwners,
+    WantedSchedule,
     WorkerWord,
 )
 from engine.core.protocol.membership import step
@@ -146,6 +147,7 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
         HandOver(40, worker),
         Departure(40, worker),
         WantedOwners(40, (1, *state.owners[1:]), "a test"),
+        WantedSchedule(40, "zb1p", "a test"),
         MemoryShortage(40, {7: "waits on"}),
     )
     return next(event for event in events if kind_of(event) is kind)

@@ -38,6 +38,7 @@ SHORT = "short"  # a notice that does not suffice for a step boundary; the worke
 SHORT_US = 100_000
 _SILENCES = ("silent", "silent there", "silent back", "middle")
 MOVE = "move"  # other owners are wanted, drawn from `length`
+USE = "use"  # another schedule is wanted, drawn from `length`
 CRAMP = "cramp"  # others of the waiting workers have too little memory, drawn from `length`
 LINK_KINDS = (*_SILENCES, "link", "network", "late", "duplicated", "flap")
 FOR_EVER_US = 600_000_000  # of a fault of links without an end

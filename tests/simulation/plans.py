@@ -68,7 +68,7 @@ def read(text: str) -> Inventory:
 @lru_cache(maxsize=4096)
 def planned(grid: Grid, schedule: str, told: PlanMessage) -> Planned:
     """Returns the plan of a document."""
-    made = plan_epoch(grid, schedule, told)
+    made, schedule = plan_epoch(grid, schedule, told), told.schedule or schedule
     inventories = tuple(read(text) for _, text in told.inventories)
     ships = tuple(Ship(*each) for each in told.ships)
     given = PlanInput(told.epoch, told.committed, made.ownership, inventories, ships)

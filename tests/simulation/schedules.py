@@ -15,7 +15,7 @@ from random import Random
 
 from engine.core.ownership import Redundancy
 from tests.simulation.beginning import MOMENTS as MOMENTS_OF_START
-from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, MOVE, POINTS, SHORT, Case, Fault
+from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, MOVE, POINTS, SHORT, USE, Case, Fault
 from tests.simulation.run import run
 
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
@@ -152,6 +152,16 @@ def moving_case(number: int) -> Case:
     if rng.random() < 0.3:
         moves.append(replace(moves[-1], at=moves[-1].at + 1))  # the same again
     return replace(case, faults=(*moves, *case.faults[: rng.choice((0, 1, 1, 2))]))
+
+
+def changing_case(number: int) -> Case:
+    """Returns the random case of a number in which the schedule is changed, slots move, faults strike."""
+    rng, case = Random(number), moving_case(number)  # noqa: S311
+    uses = (
+        Fault(rng.randrange(case.num_workers), "moment", rng.randint(1, 10 * case.microbatches * case.steps), USE, each)
+        for each in rng.choices(range(4), k=rng.choice((1, 2, 3)))
+    )
+    return replace(case, faults=(*uses, *case.faults[rng.choice((0, 2)) :]))
 
 
 def short_notices(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:

@@ -331,7 +331,7 @@ class Worker(Joining):
     def plan_next_step(self, output: outputs.PlanNextStep) -> Answer:
         """Plans the next step in the planner thread."""
         case = self.case
-        how = (case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
+        how = (output.schedule or case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
         self.next_step = (
             self.planned_at(),
             next_program(*how, output.members, output.leaving, output.wanted, output.hosts),
@@ -352,8 +352,10 @@ class Worker(Joining):
     def enters(self, output: outputs.Enter) -> Answer:
         """Enters the program that is ready, or that of a whole step."""
         share, self.ready, self.ownership = self.ready, None, output.ownership
+        if output.schedule:
+            self.world.turns.add("another schedule is in use")
         if share is None:
-            share = whole_step(self.world, output.ownership)[self.number]
+            share = whole_step(self.world, output.ownership, output.schedule)[self.number]
         self.enter(share)
         self.entered = self.epoch
         self.world.judge.enters(self)
@@ -485,10 +487,10 @@ class Worker(Joining):
         return None
 
 
-def whole_step(world: World, ownership: Ownership) -> dict[int, Compiled]:
+def whole_step(world: World, ownership: Ownership, schedule: str = "") -> dict[int, Compiled]:
     """Returns every worker's share of the program of a whole step."""
     case = world.case
-    return shares_of(case.schedule, ownership, case.redundancy, frozenset(), case.log_every)
+    return shares_of(schedule or case.schedule, ownership, case.redundancy, frozenset(), case.log_every)
 
 
 def _number_of(epoch: int, attempt: int = 0) -> int:

@@ -8,6 +8,7 @@ process waits for it: after a failed transfer, while a worker is stopped, and wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from heapq import heappop, heappush
 from random import Random
@@ -30,12 +31,14 @@ from engine.core.protocol.events import (
     Notice,
     Takeover,
     WantedOwners,
+    WantedSchedule,
     WorkerWord,
 )
 from engine.core.protocol.rebalancing import Rebalancing, wish
+from engine.core.protocol.schedule_change import placed_owners
 from engine.core.protocol.state import Options, Phase, State
 from engine.core.protocol.state import begin as first_membership
-from tests.simulation.case import CRAMP, LINK_KINDS, MOVE, SHORT, SHORT_US, Case, Fault, Violation
+from tests.simulation.case import CRAMP, LINK_KINDS, MOVE, SHORT, SHORT_US, USE, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over
 from tests.simulation.executor import Executor
@@ -43,6 +46,7 @@ from tests.simulation.judge import Judge
 from tests.simulation.links import MS, TICK, Links
 from tests.simulation.worker import Worker
 
+_SCHEDULES = (("zb1p", "gpipe", "eager-1f1b"), ("zbv", "interleaved", "v-half"))  # of one stage per worker, of two
 _COSTS = (MS, MS, 2 * MS, 2 * MS, MS)
 _LOADS_AT_MOST = 60 * MS  # a waiting worker may be ready before the first epoch, or in any step
 _LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
@@ -444,11 +448,30 @@ class World:
             self.push(SHORT_US * 1000, self.end, worker, -9)
             for after in (5, 10, 20, 40, 80):
                 self.push(after * MS, self._passes)
-        elif fault.kind == MOVE:
+        else:
+            self._want(fault)
+
+    def _want(self, fault: Fault) -> None:
+        """Tells the coordinator of other owners, of another schedule, or who has too little memory."""
+        if fault.kind == MOVE:
             self.wished = self.wanted(fault.length)
             self.coordinator.take(WantedOwners, self.wished, "a test")
+        elif fault.kind == USE:
+            schedule = self.schedules[fault.length % len(self.schedules)]
+            job = replace(self.job, stages_per_worker=self.case.stages_per_worker)
+            owners = placed_owners(job, schedule, self.membership.owners)
+            self.coordinator.take(WantedSchedule, schedule, "a test", owners)
         elif fault.kind == CRAMP:
             self.coordinator.take(MemoryShortage, self.cramped(fault.length))
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that fit the case; the first one is its own."""
+        if self.case.fsdp and self.case.stages_per_worker > 1:
+            return "", "interleaved-flexible"  # shards keep their owners
+        if self.case.blocks > 1:
+            return "", "gpipe", "eager-1f1b"
+        return ("", *_SCHEDULES[self.case.stages_per_worker > 1])
 
     def cramped(self, number: int) -> dict[int, str]:
         """Returns the workers with too little memory of a number, also those that are members; none of some numbers."""

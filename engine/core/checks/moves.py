@@ -1,4 +1,4 @@
-"""The moves of slots in a run, in sentences: slow workers, the wishes of the policy, and each handoff.
+"""The moves of slots and schedules in a run, in sentences: slow workers, the wishes of the policy, and each change.
 
 Rules: a handoff at a step boundary is followed by what was measured: the bytes of state sent to new owners, and the
 median of up to ten steps with the former and with the new owners, if both have at least three. A change of owners after
@@ -37,6 +37,8 @@ def moves_in_words(history: RunHistory) -> Iterator[str]:
             after = epochs.get(record.epoch, record)
             if before is not None and after.planned and after.owners != before.owners:
                 yield _handoff(history, epochs, before, after)
+            if before is not None and after.schedule != before.schedule:
+                yield f"In epoch {record.epoch}: {after.reason}."
             before = after
 
 

@@ -298,7 +298,8 @@ def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]
         at = positions.get(cause.before.owner(*slot)) if slot is not None else None
         if state.epoch <= cause.epoch or slot is None or at is None:
             continue
-        points = old.catch_up(old.job, cause.before, slot, at, state.committed + 1)
+        job = replace(old.job, schedule=state.schedule or old.job.schedule)
+        points = old.catch_up(job, cause.before, slot, at, state.committed + 1)
         if points:
             armed = tuple(to_plain(replace(fault, moment=point)) for point in points)
             outputs += (AnnounceFault(ArmMessage(armed), state.owners[old.grid.place(slot)]),)

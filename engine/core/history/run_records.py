@@ -110,7 +110,8 @@ class ActionRecord(Record):
 class EpochRecord(StampedRecord):
     """An epoch begins: its members, the verdict on excluded workers, and the owner and the shadows of each slot.
 
-    `planned`: it was made at a step boundary, for a worker's notice or for other owners that are wanted.
+    `planned`: it was made at a step boundary, for a worker's notice, or for other owners or another schedule that are
+    wanted. `schedule` is that of its steps; empty: the job's own.
     """
 
     epoch: int
@@ -120,6 +121,7 @@ class EpochRecord(StampedRecord):
     planned: bool
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
+    schedule: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +381,10 @@ class PaceRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRecord(StampedRecord):
-    """The policy was asked after a step: why blocks move or not, and the wanted `owners`; empty: the present ones."""
+    """The policy was asked after a step: why blocks move or not, and the wanted `owners`; empty: the present ones.
+
+    Or it wants another schedule, and why.
+    """
 
     step: int
     why: str

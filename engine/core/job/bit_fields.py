@@ -27,6 +27,7 @@ _AS_RUN = {
 }
 _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
+    "adapt_schedule": 0,
     "standby": 0,
     "retain": "device",
     "offload": "none",

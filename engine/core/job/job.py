@@ -77,6 +77,11 @@ class Job:
     elastic: bool = described(
         False, "move stages (with --blocks: blocks) between workers after one is lost or leaves; best with --blocks"
     )
+    adapt_schedule: int = described(
+        0,
+        "change to a schedule that saves a tenth of a step by the measured times of stages and transfers, if a worker "
+        "stashes at most N microbatches in it; 0 = never",
+    )
     standby: int = described(
         0, "extra workers, with code and data loaded, that replace dead ones; makes the job elastic"
     )
@@ -379,6 +384,7 @@ _AT_LEAST = {
     "epochs": 0,
     "load_ahead": 0,
     "data_retries": 0,
+    "adapt_schedule": 0,
     "threads": 1,
     "seed": 0,
     "warmup_steps": 0,

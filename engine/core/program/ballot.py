@@ -43,6 +43,7 @@ class SlotVote:
     took_ns: tuple[int, ...] = ()  # of an owner: its forwards and backwards, 0 unless it ran those of all microbatches
     sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first steps of a program
     lr: float | None = None  # of this step, with the loss, if the schedule is not bamboo's and follows the step alone
+    passed_ns: tuple[tuple[int, ...], ...] = ()  # of an owner whose job adapts its schedule: as `BORDER_OPS`
     heal_ns: int = 0  # of a new shadow: from the first word of its owner to the whole replica
 
 
@@ -55,6 +56,10 @@ class VoteMessage(ToAgent):
     slots: tuple[SlotVote, ...]
 
 
+BORDER_OPS = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B)
+_MOST_PASSED = 32  # microbatches whose transfers are told
+
+
 class ComputeTimes:
     """The times of a worker's forwards and backwards in the open step, by slot; redundant forwards do not count.
 
@@ -65,6 +70,7 @@ class ComputeTimes:
     def __init__(self, microbatches: int):
         self._microbatches = microbatches
         self._known: dict[Slot, list[int]] = {}  # number and nanoseconds of forwards, then of backwards
+        self._passed: dict[Slot, dict[tuple[Op, int], int]] = {}
 
     def add(self, action: Action, took_ns: int) -> None:
         """Adds a compute action that has ended."""
@@ -92,9 +98,20 @@ class ComputeTimes:
         forwards, forward_ns, *_ = self._known.get(slot, (0, 0))
         return forward_ns // forwards if forwards else 0
 
+    def passes(self, action: Action, end_ns: int) -> None:
+        """Notes the end of a transfer."""
+        if action.microbatch < _MOST_PASSED:
+            self._passed.setdefault((action.pipeline, action.stage), {})[action.op, action.microbatch] = end_ns
+
+    def passed(self, slot: Slot) -> tuple[tuple[int, ...], ...]:
+        """Returns the ends of the transfers of a slot, of each of `BORDER_OPS` by microbatch."""
+        known = self._passed.get(slot, {})
+        return tuple(tuple(end_ns for (op, _), end_ns in sorted(known.items()) if op is each) for each in BORDER_OPS)
+
     def clear(self) -> None:
         """Forgets the step."""
         self._known.clear()
+        self._passed.clear()
 
 
 NO_NORM = -1.0  # stands for a norm that is not finite, which JSON has not

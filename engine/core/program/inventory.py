@@ -239,6 +239,7 @@ class PlanMessage(ToWorker):
     before: tuple[int, ...] = ()  # the owners when the open step began
     ships: tuple[tuple[int, int, int, int], ...] = ()  # the residuals that are sent, as `Ship`
     repair: Repair | None = None  # the plan, if it is a repair: then no member has to make one
+    schedule: str = ""  # of the open step; empty: the job's own
 
 
 @message

@@ -119,7 +119,7 @@ def searched(
         and schedule.directions == 1
     }
     named = {name: schedule(num_workers, microbatches, stages_per_worker) for name, schedule in fitting.items()}
-    most = max(map(_most_stash, named.values()))
+    most = max(map(most_stash, named.values()))
     stash = most if memory is None else int(memory * stages_per_worker)
     placements: tuple[Placement, ...] = ("loop", "v") if stages_per_worker > 1 else ("loop",)
     made = []
@@ -137,9 +137,7 @@ def searched(
         *((name, fitting[name].placement, of) for name, of in named.items()),
     ]
     rows = [
-        Candidate(
-            name, placement, length_of(of, profile), _most_stash(of) / stages_per_worker, _most_stash(of) <= stash
-        )
+        Candidate(name, placement, length_of(of, profile), most_stash(of) / stages_per_worker, most_stash(of) <= stash)
         for name, placement, of in everything
     ]
     return Searched(
@@ -152,7 +150,7 @@ def searched(
 def search(shape: Shape, profile: Profile, start: Sequence[ComputeLists] = (), steps: int = STEPS) -> ComputeLists:
     """Returns the shortest lists that it finds, none longer than those of `start` that keep to the limit."""
     ensure(shape.stash >= shape.stages_per_worker, "a microbatch is stashed once on each stage of a worker")
-    fitting = [lists for lists in start if _most_stash(lists) <= shape.stash]
+    fitting = [lists for lists in start if most_stash(lists) <= shape.stash]
     fitting += [lists for rule in _rules(shape) if (lists := _Greedy(shape, profile, rule).lists())]
     needs = _Needs(profile)
     best = min((_Timeline(lists, needs) for lists in fitting), key=lambda timeline: timeline.length)
@@ -397,5 +395,6 @@ def _may_change(lists: ComputeLists, worker: int, second: int) -> bool:
     return first.stage != other.stage or (first.microbatch != other.microbatch and _KIND[first.op] != _KIND[other.op])
 
 
-def _most_stash(lists: ComputeLists) -> int:
+def most_stash(lists: ComputeLists) -> int:
+    """Returns the most residuals of stages that a worker stashes at once."""
     return max(map(peak_stash, lists))

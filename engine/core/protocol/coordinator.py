@@ -45,6 +45,7 @@ from engine.core.protocol.events import (
     Takeover,
     Tick,
     WantedOwners,
+    WantedSchedule,
     WorkerWord,
 )
 from engine.core.protocol.inputs_outputs import (
@@ -483,6 +484,7 @@ _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]]
     RunStopping: _stops,
     Notice: _is_noticed,
     WantedOwners: decide,
+    WantedSchedule: decide,
     MemoryShortage: decide,
     LeaseExpired: decide,
     Takeover: _takes_over,

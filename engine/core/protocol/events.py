@@ -203,6 +203,18 @@ class WantedOwners(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WantedSchedule(Event):
+    """From the next step boundary on this schedule is wanted, because of `why`, in words; empty: the job's own.
+
+    `owners` are those that its placement needs; empty if no slot has to move for it.
+    """
+
+    schedule: str
+    why: str
+    owners: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryShortage(Event):
     """From now on the memory of these workers, which are no members, does not suffice for one slot: they must wait.
 

@@ -19,6 +19,7 @@ from engine.core.protocol.events import (
     Sight,
     Takeover,
     WantedOwners,
+    WantedSchedule,
     WorkerWord,
 )
 
@@ -85,6 +86,7 @@ CoordinatorInput = (
     | RunStopping
     | Notice
     | WantedOwners
+    | WantedSchedule
     | MemoryShortage
     | LeaseExpired
     | Takeover

@@ -23,6 +23,7 @@ from engine.core.protocol.events import (
     Takeover,
     Tick,
     WantedOwners,
+    WantedSchedule,
     WorkerWord,
 )
 from engine.core.protocol.state import GATHERING, Phase, Rule, State
@@ -54,6 +55,7 @@ from engine.core.protocol.transitions import (
     takes_over_early,
     waits,
     wants,
+    wants_schedule,
 )
 
 
@@ -77,6 +79,7 @@ def plan_document(state: State) -> PlanMessage:
         hosts=_hosts(state),
         before=state.began,
         inventories=tuple(sorted(state.inventories.items())),
+        schedule=state.schedule,
     )
 
 
@@ -124,6 +127,7 @@ _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     HandOver:         (_UNTRAINED,       _ENDING,      hands_over,       _FROZEN,        _OVER,             _OVER),
     Departure:        (_UNTRAINED,       _ENDING,      departs,          _FROZEN,        _OVER,             _OVER),
     WantedOwners:     (wants,            _ENDING,      wants,            wants,          _OVER,             _OVER),
+    WantedSchedule:   (wants_schedule,   _ENDING,      wants_schedule,   wants_schedule, _OVER,             _OVER),
     MemoryShortage:   (must_wait,        _ENDING,      must_wait,        must_wait,      must_wait,         _OVER),
     FinishedMessage:  (_UNASKED,         _ENDING,      _UNDONE,          _UNDONE,        is_done,           _OVER),
     Tick:             (looks_at_clock,   _ENDING,      looks_at_clock,   looks_at_clock, looks_at_clock,    _OVER),

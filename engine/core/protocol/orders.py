@@ -264,7 +264,7 @@ def prepare_epoch(
     state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = (), patient: tuple[int, ...] = ()
 ) -> PreparedEpoch | None:
     """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
-    if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted or joins):
+    if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted or state.changes_schedule or joins):
         return None
     commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows, joins=joins, patient=patient)
     new = step(state, commit)
@@ -343,7 +343,7 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
         state = state._replace(next_group=group)
         outputs += [] if wanted is None else [tell_waiting_too(state, wanted)]
     joins = ready_joiners(state.next_group, known)
-    if state.ballot is None or not (known.leaving or known.wanted or joins):
+    if state.ballot is None or not (known.leaving or known.wanted or known.changes_schedule or joins):
         return state, tuple(outputs)
     preparation, order = looked(state.preparation, known, state.ballot.ownership, now_ns, joins)
     if order is not None:
@@ -428,6 +428,7 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
         planned=known.planned,
         owners=known.owners,
         shadows=known.shadows,
+        schedule=known.schedule,
     )
     new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
     awaited: Outputs = (OrphanParts(), *_kept(new, epoch))
@@ -459,7 +460,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
         outputs.append(Write(HeirsRecord(epoch=number, owners=document.owners, shadows=document.shadows)))
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
-        outputs.append(tell_all(new, _with_repair(state.job, document)))
+        outputs.append(tell_all(new, with_repair(state.job, document)))
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
     return new, (*outputs, *told, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
@@ -468,12 +469,12 @@ def _send_plan(state: CoordinatorState) -> Decided:
 _MOST_OF_PLAN = 4 * MAX_BYTES  # programs and inventories take less than a quarter when they are compressed
 
 
-def _with_repair(job: Job, document: PlanMessage) -> PlanMessage:
+def with_repair(job: Job, document: PlanMessage) -> PlanMessage:
     """Returns the document with its plan, if that is a repair and fits a message.
 
     A document that cannot be is refused by the workers.
     """
-    if not document.before or (base := baseline(job.schedule, job.grid, document.before)) is None:
+    if not document.before or (base := baseline(document.schedule or job.schedule, job.grid, document.before)) is None:
         return document
     ownership = Ownership(job.grid, document.owners, document.shadows)
     try:

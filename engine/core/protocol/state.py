@@ -237,6 +237,9 @@ class State(NamedTuple):
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot; empty: the present ones
     wanted_why: str = ""
     wanted_at_start: tuple[int, ...] = ()  # as it was when this epoch was made
+    schedule: str = ""  # of the open step; empty: the job's own
+    wanted_schedule: str = ""  # of the steps behind the next boundary
+    schedule_why: str = ""
     look: tuple[Edge, ...] = ()  # the failed transfers of this epoch; a look is open if there is one
     repeats: Mapping[str, int] = {}  # by symptom: empty verdicts since the last commit
     waiting: tuple[int, ...] = ()  # workers that are ready, and no members
@@ -275,6 +278,11 @@ class State(NamedTuple):
             for slot, (owner, worker) in slots
             if worker != owner and worker in self.members and worker not in self.leaving
         }
+
+    @property
+    def changes_schedule(self) -> bool:
+        """Whether another schedule is to replace that of the open step behind it."""
+        return self.wanted_schedule != self.schedule
 
     @property
     def joiners(self) -> tuple[int, ...]:

@@ -120,6 +120,13 @@ def wants(state: State, event: events.WantedOwners) -> State:
     return new._replace(wanted_at_start=new.wanted if new.wanted_moves else ())  # it goes out with the plan
 
 
+@rule()
+def wants_schedule(state: State, event: events.WantedSchedule) -> State:
+    """Records the wanted schedule, which counts from the next step boundary on, and the owners that it needs."""
+    new = state._replace(wanted_schedule=event.schedule, schedule_why=event.why)
+    return wants.decide(new, events.WantedOwners(event.now_ns, event.owners, event.why)) if event.owners else new
+
+
 # Parting: a worker that has given notice and cannot wait for the step boundary hands over inside the open step.
 #
 #     running --HandOver--> failing over    its slots go to holders of whole replicas; it stays a member that owns none

@@ -97,6 +97,7 @@ def new_epoch(
         verdict=tuple(out.values()),
         reason=reason or in_words(out.values()),
         planned=phase is Phase.RECONFIGURING,
+        schedule=state.wanted_schedule if phase is Phase.RECONFIGURING else state.schedule,
         out={**state.out, **out},
         inventories={},
         copies={},
@@ -184,13 +185,19 @@ def _replaceable(state: State, suspects: Iterable[int]) -> int | None:
 
 
 def handed_over(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State:
-    """Returns the next epoch at a step boundary: slots move, workers join, and leaving ones without duty are out."""
+    """Returns the next epoch at a step boundary.
+
+    Slots move, workers join, leaving ones without duty are out, and another schedule replaces that of the step before.
+    """
     after, moved = f"after step {state.committed}", _moved(state)
     gone = [excluded(worker, Cause.LEFT, f"has left {after}") for worker in free_to_leave(state)]
     moving = leavers(state)
     told = [f"{numbered('worker', moving, ' and ')} handed over {after}"] if moving else []
     told += _moves_in_words(state, moved)
     told += [in_words(gone)] if gone else []
+    if state.changes_schedule:
+        name = f"schedule {state.wanted_schedule}" if state.wanted_schedule else "the schedule of the job"
+        told.append(f"{name} from step {state.committed + 1} on ({state.schedule_why})")
     state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
     return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING, joins)
 
@@ -210,7 +217,12 @@ def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
 
 
 def begins_epoch(state: State) -> bool:
-    """Returns whether an epoch begins with the last commit: slots move, workers leave, or new owners are wanted."""
+    """Returns whether an epoch begins with the last commit.
+
+    One does if slots move, workers leave, or other owners or another schedule are wanted.
+    """
+    if state.changes_schedule:
+        return True
     if not state.leaving and not state.wanted:
         return False
     is_news = state.wanted != state.wanted_at_start and state.wanted_moves  # members learn of it with an epoch

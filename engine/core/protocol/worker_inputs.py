@@ -178,10 +178,13 @@ def without(inbox: Inbox, message: ToWorker) -> Inbox:
 
 
 def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
-    """Returns the plan that follows from a document, the same on all members; raises InvariantError if impossible."""
+    """Returns the plan that follows from a document, the same on all members; `schedule` is the job's own.
+
+    Raises InvariantError if it is impossible.
+    """
     ownership, repair = Ownership(grid, document.owners, document.shadows), document.repair
     if repair is not None and ends_tied_stages_together(repair.done, grid):  # a coordinator knows nothing of ties
-        program = owners_program(schedule, grid, document.before)
+        program = owners_program(document.schedule or schedule, grid, document.before)
         return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1))
     inventories = tuple(from_json(text) for _, text in document.inventories)
     ships = tuple(Ship(*each) for each in document.ships)

@@ -161,10 +161,16 @@ def heals(state: WorkerState, made: inputs.NextStepMade) -> Stepped:
         program="heal" if made.is_healing else "usual",
         opens=False,
     )
-    outputs: tuple[Output, ...] = (Enter(ownership),)
+    outputs: tuple[Output, ...] = (Enter(ownership, new.schedule),)
     if made.is_healing:
-        outputs = (*outputs, PlanNextStep(new.step, ownership, new.members, new.leaving, new.wanted, new.hosts))
+        outputs = (*outputs, plan_next_step(new))
     return go_on(new, outputs)
+
+
+def plan_next_step(state: WorkerState) -> PlanNextStep:
+    """Returns the order to make the program of the step after the one that is about to begin."""
+    given = (state.members, state.leaving, state.wanted, state.hosts, state.schedule)
+    return PlanNextStep(state.step, state.ownership, *given)
 
 
 def has_passed(state: WorkerState, ended: inputs.PassEnded) -> Stepped:
@@ -384,6 +390,7 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
         leaving=document.leaving,
         wanted=document.wanted,
         hosts=document.hosts,
+        schedule=document.schedule,
     )
     if commit is not None and commit.step >= state.step:
         here = f"worker {state.worker} is at {state.step}"
@@ -441,9 +448,9 @@ def _goes_now(state: WorkerState) -> Stepped:
     if state.failure is not None:
         return suspects(state, state.failure)
     new = state._replace(program="usual" if state.plan is None else "plan", opens=False, is_over=state.go.end)
-    outputs: tuple[Output, ...] = (Enter(new.ownership),)
+    outputs: tuple[Output, ...] = (Enter(new.ownership, new.schedule),)
     if new.plan is not None and not new.is_over:
-        outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving, new.wanted, new.hosts))
+        outputs = (*outputs, plan_next_step(new))
     if state.go.keep:
         new, outputs = keeps(new, outputs)
     if (

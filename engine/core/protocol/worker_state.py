@@ -121,7 +121,7 @@ class PlanNextStep(Output):
     """Begins to make the program of the step after a step of a recovery, in the planner thread.
 
     `ownership` is that of `step`, which is about to begin; the next step adds shadows among the members that stay, on
-    other `hosts` first, and the `wanted` owners.
+    other `hosts` first, and the `wanted` owners. An empty `schedule` is the job's own.
     """
 
     step: int
@@ -130,6 +130,7 @@ class PlanNextStep(Output):
     leaving: tuple[int, ...]
     wanted: tuple[int, ...] = ()
     hosts: tuple[int, ...] = ()
+    schedule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Enter(Output):
     """Enters the program that was made ready last, or else that of a whole step, in the group of the epoch."""
 
     ownership: Ownership
+    schedule: str = ""  # of the epoch; empty: the job's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ class WorkerState(NamedTuple):
     leaving: tuple[int, ...] = ()  # members that had given notice when the epoch was made
     wanted: tuple[int, ...] = ()  # the owners of all slots that were wanted then; empty if none moves
     hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
+    schedule: str = ""  # of the epoch; empty: the job's own
     message: EpochMessage | None = None  # of the epoch
     plan: EpochPlan | None = None  # of the epoch
     go: GoMessage | None = None  # of the epoch

@@ -12,6 +12,7 @@ after a failure in the step. The first step counts for nothing, because it warms
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from operator import sub
 from statistics import median
 from typing import NamedTuple
 
@@ -221,6 +222,7 @@ def pause_s(costs: MoveCosts) -> float:
 
 
 LEAST_STEPS = 10  # of a stage, before its times are known
+EDGE_STEPS = 8  # of an edge, before its time is known: the median of the last ones
 _LAST_STEPS = 32
 
 Times = tuple[float, float]  # the seconds of all forwards of a stage in a step, and of all backwards
@@ -234,6 +236,7 @@ class WorkerTimes(NamedTuple):
     counted: int = 0  # steps
     stages: Mapping[int, tuple[Times, ...]] = {}  # of the last steps on workers that were not slow
     sizes: Mapping[int, StageBytes] = {}
+    edges: Mapping[int, tuple[float, ...]] = {}  # seconds of a transfer from each stage to the next, of the last steps
     paces: Mapping[int, Pace] = {}
     costs: MoveCosts = MoveCosts()
 
@@ -324,7 +327,24 @@ def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
         for vote in votes:
             took = vote.took_ns[0] / _NS, vote.took_ns[1] / _NS
             stages[vote.stage] = (*stages.get(vote.stage, ()), took)[-_LAST_STEPS:]
-    return times._replace(counted=times.counted + 1, stages=stages, paces=paces), changes
+    edges = _with_edges(times.edges, [vote for votes in whole.values() for vote in votes if vote.passed_ns])
+    return times._replace(counted=times.counted + 1, stages=stages, edges=edges, paces=paces), changes
+
+
+def _with_edges(known: Mapping[int, tuple[float, ...]], votes: Collection[SlotVote]) -> Mapping[int, tuple[float, ...]]:
+    """Returns the times of transfers with those of a step.
+
+    Of all microbatches the least counts, for which the receiver has waited. The mean of both ways between two slots
+    does not depend on the clocks of their hosts. Of several pipelines the slowest counts.
+    """
+    passed = {(vote.pipeline, vote.stage): vote.passed_ns for vote in votes}
+    new: dict[int, float] = {}
+    for (pipeline, stage), (sent, _, _, back) in passed.items():
+        _, came, returned, _ = passed.get((pipeline, stage + 1), ((), (), (), ()))
+        if sent and len(sent) == len(came) == len(returned) == len(back):
+            ways = (min(map(sub, came, sent)), min(map(sub, back, returned)))
+            new[stage] = max(new.get(stage, 0.0), sum(ways) / 2 / _NS)
+    return {**known, **{each: (*known.get(each, ()), one)[-EDGE_STEPS:] for each, one in new.items()}} if new else known
 
 
 def _computed(times: WorkerTimes, votes: Iterable[SlotVote]) -> Compute | None:

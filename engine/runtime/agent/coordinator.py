@@ -66,7 +66,7 @@ class Coordinator:
         entry = entries.get(STATE)
         self.state = first if entry is None else _resume(first, entries, now_ns)
         self._written = documents(self.state)
-        self._foreseen: tuple[int, ...] = ()
+        self._foreseen: tuple[str, tuple[int, ...]] | None = None
         self._verdicts = _read_verdicts(entries.get("verdicts"))
         unchanged = absent(STATE) if entry is None else equal(STATE, entry.value)
         changes = [Put(key, text.encode()) for key, text in self._written.items()]
@@ -94,11 +94,12 @@ class Coordinator:
         return outputs
 
     def _foresee_repair(self) -> None:
-        """Lets a thread compute what the repair of the open step looks up, once for these owners: a plan is awaited."""
-        job, owners = self.state.job, self.state.membership.began
-        if owners != self._foreseen and self.state.membership.phase is Phase.RUNNING and job.retains:
-            self._foreseen = owners
-            given = job.schedule, job.grid, owners
+        """Lets a thread compute what the repair of the open step looks up, once for its schedule and owners."""
+        job, known = self.state.job, self.state.membership
+        began = known.schedule or job.schedule, known.began
+        if began != self._foreseen and known.phase is Phase.RUNNING and job.retains:
+            self._foreseen = began
+            given = began[0], job.grid, known.began
             threading.Thread(target=baseline, args=given, name="baseline", daemon=True).start()
 
     def _transact(self, txn: Txn) -> None:

@@ -30,7 +30,7 @@ from engine.core.history.process_records import (
     ResumedRecord,
     TrainingEndedRecord,
 )
-from engine.core.history.run_records import LoadRecord
+from engine.core.history.run_records import LoadRecord, PolicyRecord
 from engine.core.hosts.notice_answer import NoticeFrom
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership, shadowed
@@ -41,6 +41,8 @@ from engine.core.protocol.coordinator_state import first_state
 from engine.core.protocol.events import JobRestart, Takeover
 from engine.core.protocol.inputs_outputs import JobResumption
 from engine.core.protocol.rebalancing import MemoryLook, Rebalancing
+from engine.core.protocol.schedule_change import OWN
+from engine.core.protocol.schedule_policy import ScheduleLook, look
 from engine.core.protocol.worker_times import speeds
 from engine.files.accelerators import GpuLook, refuse_what_this_host_lacks
 from engine.runtime.agent.agent import Agent, AgentTasks
@@ -62,6 +64,7 @@ from engine.runtime.agent.run_state import (
     telling_unwritten,
     worker_view,
 )
+from engine.runtime.agent.schedule_requests import ScheduleRequests
 from engine.runtime.agent.start_up import LaunchSpec, WorkerGroup, recording
 from engine.runtime.agent.worker_handles import LocalWorkers, WorkerHandle, give_slots
 from engine.runtime.process.clock import TICK_S, now_ns
@@ -348,7 +351,8 @@ class PeriodicTasks(AgentTasks):
         self._group, self._job, launch = group, group.launch.job, group.launch
         self._watch, self._requests, self._source = watch, requests, source
         self._joins = JoinRequests(launch.logs.parent, self._job, launch.recorder)
-        self._asked, self._memory = Rebalancing(()), MemoryLook()
+        self._schedules = ScheduleRequests(launch.logs.parent, self._job, launch.recorder)
+        self._asked, self._memory, self._look = Rebalancing(()), MemoryLook(), ScheduleLook()
         self._gpus = GpuLook() if self._job.device == "cuda" else None
 
     def tick(self, agent: Agent) -> None:
@@ -364,6 +368,8 @@ class PeriodicTasks(AgentTasks):
         for load in self._gpus.found() if self._gpus else ():
             agent.recorder.write(LoadRecord(**load._asdict()))
         if not agent.is_stopping:
+            self._schedules.look(agent.node.state, agent.decide)
+            self._adapt(agent)
             run, known, newcomers = agent.run_state, agent.node.state, agent.newcomers.numbers
             self._memory = look_at_memory(self._memory, run, known, newcomers, agent.decide)
         self.ask(agent)
@@ -373,6 +379,17 @@ class PeriodicTasks(AgentTasks):
         if self._job.elastic and not agent.is_stopping:
             run, known = agent.run_state, agent.node.state
             self._asked = ask(self._asked, run, known, agent.recorder, agent.decide, takes_in=takes_in)
+
+    def _adapt(self, agent: Agent) -> None:
+        """Asks for another schedule, if the job adapts it and the measured times make one quicker."""
+        if not self._job.adapt_schedule:
+            return
+        known = agent.node.state
+        self._look, wanted = look(self._look, self._job, known, agent.run_state.times, now_ns())
+        if wanted is not None:
+            why = f"schedule {wanted.schedule or OWN}: {wanted.why}"
+            agent.recorder.write(PolicyRecord(step=known.committed, why=why, owners=()))
+            agent.decide(wanted)
 
 
 def _controls(agent: Agent, group: WorkerGroup) -> WorkerControls:

@@ -22,7 +22,7 @@ from engine.core.faults.fault import When
 from engine.core.history.run_records import RedoneRecord, TensorsRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
-from engine.core.program.ballot import ComputeTimes
+from engine.core.program.ballot import BORDER_OPS, ComputeTimes
 from engine.core.program.dependencies import carried, needed
 from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.offload import line_with_offloads
@@ -269,6 +269,8 @@ class Executor:
             self.num_computed += 1
             if step == self.step:
                 self._times.add(action, end_ns - start_ns)
+        elif self.context.job.adapt_schedule and action.op in BORDER_OPS and step == self.step:
+            self._times.passes(action, end_ns)
 
     def finish(self) -> None:
         """Records the rest of the actions, after the last step."""
@@ -411,7 +413,7 @@ class Executor:
     def _vote(self, action: Action, step: int) -> None:
         slot = action.pipeline, action.stage
         self._clock.look()
-        self.end.vote(action, step, self._loader.marks_of(slot), self._times.of(slot))
+        self.end.vote(action, step, self._loader.marks_of(slot), self._times.of(slot), self._times.passed(slot))
 
     def _receive(self, action: Action, step: int) -> None:
         forward = self._worker_program.next_forwards.get(action)

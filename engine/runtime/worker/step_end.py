@@ -279,7 +279,14 @@ class StepEnd:
             (self._tied[pipeline, use],) = self._plane.in_order.take(source, key)
         return self._tied[pipeline, use]
 
-    def vote(self, action: Action, step: int, loaded: LoadedMarks, took_ns: tuple[int, ...]) -> None:
+    def vote(
+        self,
+        action: Action,
+        step: int,
+        loaded: LoadedMarks,
+        took_ns: tuple[int, ...],
+        passed_ns: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
         """Votes for the commit: this replica has its log entry, and has `loaded` microbatches with these marks.
 
         The owner adds the gradient norms, the loss and the times. The last replica here sends the votes of all.
@@ -294,7 +301,7 @@ class StepEnd:
             sizes = tuple(stage_bytes(self.replicas.stages[slot])) if self._tells_sizes else ()
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
             lr = self._rate_of(step) if self._tells_rate and loss is not None else None
-            vote = replace(vote, took_ns=took_ns, sizes=sizes, lr=lr)
+            vote = replace(vote, took_ns=took_ns, sizes=sizes, lr=lr, passed_ns=passed_ns if any(passed_ns) else ())
         self._votes[slot] = vote
         if len(self._votes) == len(self._ownership.held_by(self.worker)):
             for votes in in_messages(self._votes.values()):

@@ -121,17 +121,22 @@ class PlannerThread:
         return self._part(plan.plan.program, plan.ownership, among_peers=plan.plan.repair is not None)
 
     def default_program(
-        self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
+        self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset(), schedule: str = ""
     ) -> WorkerProgram:
-        """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
+        """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL.
+
+        An empty `schedule` is the job's own.
+        """
         job = self._context.job
         peers = peers_of(self._context.worker, ownership) if self._has_tags else None
-        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, peers, job.copy_time)
+        program = build_program(
+            schedule or job.schedule, ownership, job.redundancy, healing, job.log_every, peers, job.copy_time
+        )
         return self._part(program, ownership, among_peers=True)
 
-    def usual_actions(self, ownership: Ownership) -> tuple[Action, ...]:
+    def usual_actions(self, ownership: Ownership, schedule: str) -> tuple[Action, ...]:
         """Returns the actions of this worker in a whole step."""
-        return tuple(action for action, _ in self.default_program(ownership).actions)
+        return tuple(action for action, _ in self.default_program(ownership, schedule=schedule).actions)
 
     def _part(self, program: Program, ownership: Ownership, *, among_peers: bool) -> WorkerProgram:
         context = self._context
@@ -179,7 +184,7 @@ class PlannerThread:
                     for worker in ownership.shadows_of(*slot)
                     if worker not in before.shadows_of(*slot)
                 )
-                return NextStep(ownership, bool(new), self.default_program(ownership, new))
+                return NextStep(ownership, bool(new), self.default_program(ownership, new, given.schedule))
 
         self._next_step = self._thread.submit(plan)
 
@@ -246,6 +251,7 @@ class Training:
         self._planner = PlannerThread(context, protocol, ownership.grid)
         self._next_groups = NextGroups(context.backend, self._tell_of_next)
         self._made_ready: WorkerProgram | None = None  # for the next `Enter`
+        self._usual = partial(self._planner.usual_actions, ownership, "")
         self._audited: dict[Slot, tuple[int, list[Any]]] = {}  # the last step with hashes that were sent, and these
         self._methods = self._table()
 
@@ -378,7 +384,9 @@ class Training:
         program, self._made_ready = self._made_ready, None
         self._plane.epoch = self.context.control.accepted
         self._ownership = output.ownership
-        self._executor.enter(self._plane, program or self._planner.default_program(output.ownership))
+        usual = partial(self._planner.default_program, output.ownership, schedule=output.schedule)
+        self._executor.enter(self._plane, program or usual())
+        self._usual = partial(self._planner.usual_actions, output.ownership, output.schedule)
 
     # A step
 
@@ -399,8 +407,7 @@ class Training:
     def _take_step(self, output: outputs.TakeStep) -> inputs.Input:
         self._join_copy()
         self._executor.take_step(output.commit)
-        usual = partial(self._planner.usual_actions, self._ownership)
-        self._memory.step_ends(output.commit.step, self._ownership, usual)
+        self._memory.step_ends(output.commit.step, self._ownership, self._usual)
         return inputs.StepTaken(output.commit)
 
     def _catch_up(self, output: outputs.CatchUp) -> inputs.Input:
