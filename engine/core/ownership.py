@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 # Placement: the worker of each stage of a pipeline when each worker has several stages.
 #
@@ -85,6 +85,26 @@ class Ownership:
     grid: Grid
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...] = ()
+    # What has been looked up: the slots that each worker owns and shadows, by worker, and under None the hash.
+    _known: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        if None not in self._known:
+            self._known[None] = hash((self.grid, self.owners, self.shadows))
+        return int(self._known[None])
+
+    def _places(self, worker: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+        """Returns the slots that a worker owns, and those that it shadows; the first call looks at all workers."""
+        if -1 not in self._known:
+            found: dict[int, tuple[list[Slot], list[Slot]]] = {-1: ([], [])}
+            for place, owner in enumerate(self.owners):
+                slot = divmod(place, self.grid.stages)
+                found.setdefault(owner, ([], []))[0].append(slot)
+                for shadow in self.shadows[place] if self.shadows else ():
+                    found.setdefault(shadow, ([], []))[1].append(slot)
+            self._known.update({each: (tuple(mine), tuple(others)) for each, (mine, others) in found.items()})
+        places: tuple[tuple[Slot, ...], tuple[Slot, ...]] = self._known.get(worker, ((), ()))
+        return places
 
     def owner(self, pipeline: int, stage: int) -> int:
         """Returns the worker that trains the slot."""
@@ -100,11 +120,11 @@ class Ownership:
 
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, in order."""
-        return tuple(divmod(place, self.grid.stages) for place, owner in enumerate(self.owners) if owner == worker)
+        return self._places(worker)[0]
 
     def shadowed_by(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` shadows, in order."""
-        return tuple(divmod(place, self.grid.stages) for place, line in enumerate(self.shadows) if worker in line)
+        return self._places(worker)[1]
 
     def held_by(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, then the slots that it shadows."""
