@@ -25,7 +25,7 @@ from engine.core.program.owners import owners_program
 from engine.core.program.plan_repair import Baseline, RepairedProgram, _Repair, baseline_of
 from engine.core.program.planner import Plan, PlanInput, held_at_start, make_plan
 from engine.core.program.verify import verify
-from engine.core.protocol.orders import _with_repair
+from engine.core.protocol.plan_orders import with_repair
 from engine.core.protocol.worker_inputs import plan_epoch
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program
@@ -228,7 +228,7 @@ def _document(microbatches: int) -> tuple[JobOfRun, PlanMessage]:
 @pytest.mark.parametrize("microbatches", [2, 512, 4000, 11000])
 def test_a_document_is_never_longer_than_a_message(microbatches: int) -> None:
     job, document = _document(microbatches)
-    sent = _with_repair(job, document)
+    sent = with_repair(job, document)
     assert len(encode(sent)) <= MAX_BYTES
     assert (sent.repair is None) is (microbatches == 11000)
 
@@ -238,7 +238,7 @@ def test_an_inventory_that_cannot_be_is_left_to_the_workers_to_refuse() -> None:
     job, document = _document(8)
     claims = document.inventories[0][1].replace('"values":[]', '"values":[["residual",0,0,[0,9999999999]]]')
     spoiled = replace(document, inventories=((0, claims), *document.inventories[1:]))
-    assert _with_repair(job, spoiled) == spoiled
+    assert with_repair(job, spoiled) == spoiled
     with pytest.raises(InvariantError, match="holds what no step"):
         plan_epoch(job.grid, job.schedule, spoiled)
 
