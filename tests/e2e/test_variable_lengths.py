@@ -70,7 +70,14 @@ def test_other_sizes_name_the_way_out() -> None:
 STREAMS = {"data": STREAM + "Stateful", "collate": STREAM + "collated", "microbatch_size": 2, "audit": 1, **TOKENS}
 
 
-@pytest.mark.parametrize("of_data", [{"data": STREAM + "plain"}, {}, {"data": STREAM + "buckets", "collate": ""}])
+@pytest.mark.parametrize(
+    "of_data",
+    [
+        pytest.param({"data": STREAM + "plain"}, marks=pytest.mark.soak),
+        {},
+        pytest.param({"data": STREAM + "buckets", "collate": ""}, marks=pytest.mark.soak),
+    ],
+)
 def test_a_stream_goes_on_through_deaths_and_resumes_on_other_workers(of_data: dict[str, Any], tmp_path: Path) -> None:
     job = Job(**FIELDS | STREAMS | {"validate_every": 0, "stages": 3} | of_data)
     ending, origins = run_and_keep(job, tmp_path)

@@ -73,8 +73,7 @@ def undisturbed(values: dict[str, Any]) -> str:
     return _UNDISTURBED[key]
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+@pytest.mark.parametrize(("name", "redundancy"), in_turn([*JOBS], ["lazy", "eager"]))
 def test_every_replica_has_the_bits_of_a_run_without_any(name: str, redundancy: str) -> None:
     values = JOBS[name] | {"redundancy": redundancy, "redundancy_level": 2 if redundancy == "eager" else 1}
     assert trained(values) == undisturbed(values)

@@ -79,8 +79,14 @@ class Hands:
         patch.setattr(coordinator, "way_out", lambda *known: LeaveStrategy.INSIDE)
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, marks=[] if place == _PLACES[nth % 3] or nth == 0 else pytest.mark.soak)
+        for nth, name in enumerate(JOBS)
+        for place in _PLACES
+    ],
+)
 def test_a_hand_over_inside_a_step_changes_no_bit(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = undisturbed(name)
     seen = Hands(place, monkeypatch)
