@@ -133,10 +133,11 @@ class StateShare(NamedTuple):
 @lru_cache(maxsize=256)
 def shares_of(ownership: Ownership, worker: int) -> tuple[StateShare, ...]:
     """Returns the shares of a checkpoint that a worker writes, one for each of its stages, or of their shards."""
-    held, is_cut = sorted(ownership.held_by(worker)), ownership.grid.fsdp > 0
+    held, is_cut, writes = sorted(ownership.held_by(worker)), ownership.grid.fsdp > 0, writers(ownership)
     return tuple(
-        StateShare((shard, stage) if is_cut else next(slot for slot in held if slot[1] == stage), shard, len(chosen))
-        for stage, chosen in writers(ownership).items()
+        StateShare((shard, stage) if is_cut else next(each for each in held if each[1] == stage), shard, len(chosen))
+        for stage in sorted({stage for _, stage in held})
+        for chosen in (writes[stage],)
         for shard, writer in enumerate(chosen)
         if writer == worker
     )

@@ -11,7 +11,7 @@ from typing import Literal
 
 from engine.core.errors import Problem, WorkerException
 from engine.core.message_kinds import CUT, LastWords, Message, Plain, TextsToAgent, ToAgent, ToWorker, message
-from engine.core.ownership import Slot
+from engine.core.ownership import Members, Slot
 from engine.core.units import Scalar
 
 BorderSpecs = tuple[tuple[tuple[int, ...], str, bool], ...]  # shape, dtype, needs gradient of each tensor
@@ -85,7 +85,7 @@ class EpochMessage(ToWorker):
     """A new epoch, sent to every worker as soon as it is decided, and again to a worker that is behind."""
 
     epoch: int
-    members: tuple[int, ...]
+    members: Members
     gather: bool  # the members answer with their inventories, and wait for the plan
     regroup: bool  # they form a new group, too
     commit: CommitMessage | None  # the last one
@@ -93,6 +93,7 @@ class EpochMessage(ToWorker):
     go: GoMessage | None  # when no message is left to wait for
     group: int = 0  # the number of the attempt whose group, formed while they trained, they enter; 0 for none
     left_ms: tuple[tuple[int, int], ...] = ()  # the time that workers which leave have left, by worker
+    hosts: tuple[int, ...] = ()  # of the members, as in a plan, if the epoch begins without one
 
 
 @message

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
-from typing import Literal
+from itertools import chain, groupby, product
+from typing import Any, Literal
 
 # Placement: the worker of each stage of a pipeline when each worker has several stages.
 #
@@ -27,6 +27,31 @@ def worker_of(stage: int, num_workers: int, placement: Placement) -> int:
     """Returns the number, within its pipeline, of the worker that has `stage`."""
     turn, place = divmod(stage, num_workers)
     return num_workers - 1 - place if placement == "v" and turn % 2 else place
+
+
+def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last of each run of successive numbers."""
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        together = [number for _, number in run]
+        yield together[0], together[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Workers, in order, as runs of successive numbers: a message is as long as the gaps between them are many."""
+
+    runs: tuple[tuple[int, int], ...]  # first and last
+
+    @classmethod
+    def of(cls, workers: Iterable[int]) -> Members:
+        """Returns some workers, which are in order."""
+        return cls(tuple(runs_of(workers)))
+
+    def __contains__(self, worker: int) -> bool:
+        return any(first <= worker <= last for first, last in self.runs)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(range(first, last + 1) for first, last in self.runs)
 
 
 Slot = tuple[int, int]  # (pipeline, stage)
@@ -85,6 +110,26 @@ class Ownership:
     grid: Grid
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...] = ()
+    # What has been looked up: the slots that each worker owns and shadows, by worker, and under None the hash.
+    _known: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        if None not in self._known:
+            self._known[None] = hash((self.grid, self.owners, self.shadows))
+        return int(self._known[None])
+
+    def _places(self, worker: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+        """Returns the slots that a worker owns, and those that it shadows; the first call looks at all workers."""
+        if -1 not in self._known:
+            by_worker: dict[int, tuple[list[Slot], list[Slot]]] = {-1: ([], [])}
+            for place, owner in enumerate(self.owners):
+                slot = divmod(place, self.grid.stages)
+                by_worker.setdefault(owner, ([], []))[0].append(slot)
+                for shadow in self.shadows[place] if self.shadows else ():
+                    by_worker.setdefault(shadow, ([], []))[1].append(slot)
+            self._known.update({each: (tuple(mine), tuple(others)) for each, (mine, others) in by_worker.items()})
+        places: tuple[tuple[Slot, ...], tuple[Slot, ...]] = self._known.get(worker, ((), ()))
+        return places
 
     def owner(self, pipeline: int, stage: int) -> int:
         """Returns the worker that trains the slot."""
@@ -100,11 +145,11 @@ class Ownership:
 
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, in order."""
-        return tuple(divmod(place, self.grid.stages) for place, owner in enumerate(self.owners) if owner == worker)
+        return self._places(worker)[0]
 
     def shadowed_by(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` shadows, in order."""
-        return tuple(divmod(place, self.grid.stages) for place, line in enumerate(self.shadows) if worker in line)
+        return self._places(worker)[1]
 
     def held_by(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, then the slots that it shadows."""

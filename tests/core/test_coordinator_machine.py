@@ -25,6 +25,7 @@ from engine.core.history.run_records import (
     ValidationRecord,
 )
 from engine.core.messages import ByeMessage, CommitMessage, EpochMessage, GoMessage
+from engine.core.ownership import Members
 from engine.core.program.ballot import Commit
 from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.protocol.coordinator import is_to_be_kept, step
@@ -64,7 +65,8 @@ def test_the_last_worker_to_join_begins_training() -> None:
     first, *outputs = outputs  # type: ignore[assignment]
     assert first == OrphanParts()
     assert kinds(outputs) == [Tell, Write, PhaseReached, Arm, Write, PhaseReached, Note, Write], "one host is deadly"
-    assert outputs[0] == Tell((0, 1, 2), EpochMessage(1, (0, 1, 2), False, False, None, None, GoMessage(False, False)))
+    go, members = GoMessage(False, False), Members.of((0, 1, 2))
+    assert outputs[0] == Tell((0, 1, 2), EpochMessage(1, members, False, False, None, None, go, hosts=(0, 0, 1)))
     assert kinds(tuple(written(outputs))) == [EpochRecord, GoRecord, DeadlyRecord]
     assert (outputs[2], outputs[3], outputs[5]) == (PhaseReached("agree", 1), Arm(), PhaseReached("replay", 1))
     assert state.started == 1 and state.ballot is not None

@@ -9,6 +9,7 @@ from engine.core.history.run_records import CrampedRecord
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes
 from engine.core.messages import EpochMessage, GoMessage, WaitingMessage
+from engine.core.ownership import Members
 from engine.core.protocol.coordinator import step as coordinate
 from engine.core.protocol.coordinator_state import begin as begin_coordinator
 from engine.core.protocol.events import ExitSeen, MemoryShortage, Notice, WorkerWord
@@ -88,7 +89,7 @@ def test_a_verdict_leaves_a_cramped_worker_waiting() -> None:
 
 
 def test_it_is_said_once_that_a_worker_waits_on_and_that_it_may_join() -> None:
-    epoch = EpochMessage(1, (0, 1, 2), False, False, None, None, GoMessage(False, False))
+    epoch = EpochMessage(1, Members.of((0, 1, 2)), False, False, None, None, GoMessage(False, False))
     state = begin_coordinator(JOB, running(), 0)._replace(epoch=epoch, started=1)
     state, early = coordinate(state, MemoryShortage(6, FULL))
     state, waiting = coordinate(state, waits())

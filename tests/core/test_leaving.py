@@ -25,7 +25,7 @@ def test_a_notice_that_does_not_suffice_for_the_boundary_is_honoured_inside_the_
     inside = WayOutRecord(of=2, way="inside", step=1, text=f"hands over inside step 1: {short}")
     assert written(outputs)[:2] == [NoticeRecord(of=2, grace_s=1.0), inside]
     (epoch,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
-    assert (epoch.members, epoch.gather, epoch.regroup) == ((0, 1, 2), True, True)
+    assert (epoch.members.runs, epoch.gather, epoch.regroup) == (((0, 2),), True, True)
     known = state.membership
     assert (known.reason, known.owners, known.verdict) == ("worker 2 hands over inside step 1", (0, 1, 1), ())
     assert 2 in known.shadows[2], "it is a shadow until it leaves"
@@ -33,7 +33,7 @@ def test_a_notice_that_does_not_suffice_for_the_boundary_is_honoured_inside_the_
     assert given(state, ClockTick(now_ns + S // 4))[0].membership.members == (0, 1, 2)
     state, outputs = given(state, ClockTick(now_ns + S // 2))
     (epoch,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
-    assert epoch.members == (0, 1)
+    assert epoch.members.runs == ((0, 1),)
     assert state.membership.reason == "worker 2 has left inside step 1"
     assert not [each for each in outputs if isinstance(each, Kill)], "it leaves by itself"
 

@@ -18,6 +18,7 @@ from engine.codec.messages import decode, encode
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, head_of, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
+from engine.core.ownership import Members
 from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.inventory import Inventory, PlanMessage, ValueRuns, to_json
 from engine.core.value import Kind, Value
@@ -121,7 +122,9 @@ def test_floats_keep_their_bits() -> None:
 
 
 def test_a_message_inside_another_comes_back_as_its_class() -> None:
-    told = EpochMessage(2, (0, 1), False, True, CommitMessage(1, 0.5, "epoch"), "digest", GoMessage(False, True))
+    told = EpochMessage(
+        2, Members.of((0, 1)), False, True, CommitMessage(1, 0.5, "epoch"), "digest", GoMessage(False, True)
+    )
     assert decode(encode(told)) == told
 
 
@@ -231,12 +234,12 @@ def test_modules_that_define_messages_are_all_looked_at() -> None:
 
 
 # Long messages
-LONG = EpochMessage(3, tuple(range(60_000)), True, True, None, None, None)
+LONG = EpochMessage(3, Members(()), True, True, None, None, None, hosts=tuple(range(60_000)))
 
 
 def test_a_long_message_is_compressed_behind_its_kind() -> None:
     data = encode(LONG)
-    assert len(data) <= MAX_BYTES < 5 * len(LONG.members)
+    assert len(data) <= MAX_BYTES < 5 * len(LONG.hosts)
     assert data.startswith(head_of(EpochMessage))
     assert decode(data) == LONG
 

@@ -76,7 +76,7 @@ def test_a_joiner_becomes_a_member_with_a_commit_and_no_worker_waits() -> None:
     state, outputs = committed(answered(state, order))
     commit, entered = told(outputs)[:2]
     assert isinstance(commit, CommitMessage) and isinstance(entered, EpochMessage)
-    assert (entered.group, entered.members, entered.gather, entered.regroup) == (1, (0, 1, 2, 3), False, False)
+    assert (entered.group, entered.members.runs, entered.gather, entered.regroup) == (1, ((0, 3),), False, False)
     assert (entered.commit, entered.digest) == (commit, "plan")
     known = state.membership
     assert (known.phase, known.epoch, known.members, known.waiting) == (Phase.RUNNING, 2, (0, 1, 2, 3), ())
@@ -141,7 +141,7 @@ def test_a_member_that_dies_makes_a_verdict_that_takes_the_joiner_in() -> None:
     state, _ = formed(state, 0, 1, 3)
     state, outputs = given(state, killed(2))
     (entered,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
-    assert (entered.epoch, entered.members, entered.regroup, entered.group) == (2, (0, 1, 3), True, 0)
+    assert (entered.epoch, entered.members.runs, entered.regroup, entered.group) == (2, ((0, 1), (3, 3)), True, 0)
     assert formed(state, 2)[1] == ()
 
 
@@ -173,7 +173,7 @@ def test_a_leaving_worker_does_not_wait_for_a_joiner() -> None:
     assert order.plan.members == (0, 1, 2)
     state, outputs = committed(answered(state, order))
     (entered,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
-    assert (entered.epoch, entered.members, entered.group) == (2, (0, 1, 2), 0)
+    assert (entered.epoch, entered.members.runs, entered.group) == (2, ((0, 2),), 0)
     assert NextGroupMessage(3, 1, (0, 1, 2, 3)) in told(outputs), "the attempt for epoch 2 has ended with it"
 
 

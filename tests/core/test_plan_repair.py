@@ -25,7 +25,7 @@ from engine.core.program.owners import owners_program
 from engine.core.program.plan_repair import Baseline, RepairedProgram, _Repair, baseline_of
 from engine.core.program.planner import Plan, PlanInput, held_at_start, make_plan
 from engine.core.program.verify import verify
-from engine.core.protocol.orders import with_repair
+from engine.core.protocol.plan_orders import with_repair
 from engine.core.protocol.worker_inputs import plan_epoch
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program

@@ -24,8 +24,17 @@ from engine.core.messages import (
     ValidationMessage,
     WaitingMessage,
 )
-from engine.core.ownership import Grid, Ownership
-from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
+from engine.core.ownership import Grid, Members, Ownership
+from engine.core.program.inventory import (
+    GridChange,
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PlanPartMessage,
+    PreparedMessage,
+    PrepareMessage,
+    Repair,
+)
 from engine.core.program.planner import EpochPlan, Plan
 from engine.core.protocol.worker_inputs import (
     GroupFormed,
@@ -86,6 +95,7 @@ ALONE = Ownership(GRID, (0, 0), ((), ()))
 HELD = ((0, 0), (0, 1))
 HOLDS = "what worker 0 holds"
 GO = GoMessage(end=False, validate=False)
+PART = PlanPartMessage(2, 2, (), GridChange(1, (), (), (), (), ()), Repair((), (), (), (), ()), "digest", ends=False)
 FAILED = TransferFailed("it broke", 1)
 
 
@@ -94,8 +104,8 @@ def commit(number: int, then: Any = "step") -> CommitMessage:
 
 
 def epoch(number: int, **fields: Any) -> EpochMessage:
-    values = {"gather": True, "regroup": True, "commit": None, "digest": None, "go": None, "members": (0, 1)}
-    return EpochMessage(number, **{**values, **fields})
+    values = {"gather": True, "regroup": True, "commit": None, "digest": None, "go": None, "members": (0, 1), **fields}
+    return EpochMessage(number, **{**values, "members": Members.of(values["members"])})
 
 
 def first_epoch() -> EpochMessage:
@@ -176,6 +186,7 @@ SAMPLES: dict[type, Input] = {
     NextGroupMessage: ProtocolMessage(NextGroupMessage(3, 1, (0, 1, 2))),
     NextGroupFormed: NextGroupFormed(GroupKey(3, 1)),
     PlanMessage: ProtocolMessage(document(2, 2)),
+    PlanPartMessage: ProtocolMessage(PART),
     GoMessage: ProtocolMessage(GO),
     CommitMessage: ProtocolMessage(commit(2)),
     ValidatedMessage: ProtocolMessage(ValidatedMessage(3)),
@@ -200,6 +211,7 @@ CELLS = {
     "PlanPrepared": "xrrrrrrrrr.",
     "GroupFormed": "xxrrrrrrrr.",
     "PlanMessage": "x..r.x.....",
+    "PlanPartMessage": "x..r.x.....",
     "GoMessage": "x..xrx.....",
     "CommitMessage": "x.r.rxrr.r.",
     "ValidatedMessage": "x....x.r...",

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.core.message_kinds import Message, ToAgent, ToWorker, message
 from engine.core.messages import EpochMessage
+from engine.core.ownership import Members
 
 
 @message
@@ -42,4 +43,4 @@ class Word(ToAgent, ToWorker):
 
 def an_epoch(number: int, members: tuple[int, ...] = (0,), *, regroup: bool = False) -> EpochMessage:
     """Returns the message of an epoch in which every member has to answer."""
-    return EpochMessage(number, members, True, regroup, None, None, None)
+    return EpochMessage(number, Members.of(members), True, regroup, None, None, None)

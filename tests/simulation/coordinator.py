@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from engine.codec.documents import documents, resume
 from engine.core import checkpoint_rules
+from engine.core.errors import required
 from engine.core.job.job import Job
 from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import PlanPartMessage
 from engine.core.protocol import inputs_outputs
 from engine.core.protocol.coordinator import is_to_be_kept, step
 from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import WorkerWord
 from engine.core.protocol.inputs_outputs import CoordinatorInput
 from tests.simulation.case import Violation
+from tests.simulation.plans import planned
 from tests.simulation.provenance import CLIP_NORM
 
 if TYPE_CHECKING:
@@ -145,6 +148,9 @@ class Coordinator:
         for output in found:
             if isinstance(output, inputs_outputs.Tell):
                 world.judge.told(output.message)
+                if isinstance(output.message, PlanPartMessage) and output.message.epoch not in world.plans:
+                    plan = required(self.state.plan, "its parts are sent")
+                    world.plans[plan.epoch] = planned(world.grid, world.case.schedule, plan)
                 for number in output.workers:
                     world.tell(world.workers[number], output.message)
                     if not world.reach():

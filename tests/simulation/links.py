@@ -112,6 +112,9 @@ class Links:
                 world.push(TICK, self._form, group, members, until)
             return
         for number in members:
+            if self.faults is None:
+                world.push(world.planning(), workers[number].formed, group, None)
+                continue
             cut = (each for each in members if self._is_cut(number, each, "reset", "silent", "middle"))
             world.push(world.planning(), workers[number].formed, group, next(cut, None))
 

@@ -73,6 +73,10 @@ class _Need:
             each.worker: each for each in given.inventories if each.step == given.committed + 1
         }
         self.shipped = {(ship.slot, ship.microbatch) for ship in given.ships}
+        self.added: dict[Slot, int] = {}  # by any worker with a replica
+        for each in self.held.values():
+            for slot in each.whole:
+                self.added[slot] = max(self.added.get(slot, 0), each.added.get(slot, 0))
         self.anywhere = {value for each in self.held.values() for value in each.values}
         self.found: set[Task] = set()
         self.done = {slot for slot in self.grid.slots() if self._is_done(slot[1])}
@@ -111,7 +115,7 @@ class _Need:
         """Returns the number of forwards in the owner's buffers, and of backwards that need not be added again."""
         held = self.held.get(self.ownership.owner(*slot))
         counted = held.counted.get(slot, 0) if held and slot in held.whole else 0
-        added = max((each.added.get(slot, 0) for each in self.held.values() if slot in each.whole), default=0)
+        added = self.added.get(slot, 0)
         counted = max(counted, added)  # an accumulator comes with its forwards
         while (slot, counted) in self.shipped:
             counted += 1

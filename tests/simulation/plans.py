@@ -76,11 +76,20 @@ def planned(grid: Grid, schedule: str, told: PlanMessage) -> Planned:
     if hash(told.inventories) % 16 == 0:
         turned = tuple(_turned(each) for each in inventories)
         base = baseline(schedule, grid, told.before) if made.plan.repair else None
-        if make_plan(replace(given, inventories=turned), base) != made.plan:
+        if replace(make_plan(replace(given, inventories=turned), base), digest=made.plan.digest) != made.plan:
             raise Violation("the order of what is held changes the plan")
     if made.plan.lost_stages:
         return Planned(made, {})
     return Planned(made, compiled(made.plan.program, made.ownership))
+
+
+def followed(grid: Grid, schedule: str, told: PlanMessage, whole: Planned, worker: int) -> EpochPlan:
+    """Returns the plan of a worker that was told a part, which must be its part of the whole plan."""
+    mine = plan_epoch(grid, schedule, told)
+    own, those = mine.plan.program, whole.plan.plan.program
+    if mine.ownership != whole.plan.ownership or any(own[each] != those[each] for each in own):
+        raise Violation(f"worker {worker} is told another part than that of the plan")
+    return mine
 
 
 def forget() -> None:

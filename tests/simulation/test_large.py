@@ -41,12 +41,21 @@ def test_a_failure_costs_each_worker_an_order_an_answer_a_plan_a_digest_and_a_st
     survivors = WORKERS - 8
     assert history.epoch == 2
     more = world.counts - usual.counts
-    for name in ("InventoryMessage", "PlanMessage", "PlannedMessage", "GoMessage"):
+    for name in ("InventoryMessage", "PlanPartMessage", "PlannedMessage", "GoMessage"):
         assert survivors <= more[name] <= WORKERS, name
-    assert world.sizes["PlanMessage"] > world.sizes["InventoryMessage"]
+    assert more["PlanMessage"] == 0
+
+
+def test_the_bytes_of_a_failure_grow_no_faster_than_the_job() -> None:
+    sizes = []
+    for workers in (WORKERS, 4 * WORKERS):
+        usual, _ = ran(Case(stages=workers, microbatches=2, steps=2))
+        world, _ = ran(Case(stages=workers, microbatches=2, steps=2, faults=(Fault(11, "moment", 9),)))
+        sizes.append(world.sizes.total() - usual.sizes.total())
+    assert sizes[1] < 4**1.1 * sizes[0]
 
 
 def test_figures_are_for_each_kind_of_failure() -> None:
     first, second, last = figures(WORKERS, 12)
     assert first.startswith("    32 workers, death: ") and second.startswith("    32 workers, loss of a host: ")
-    assert "s for a case; most bytes: PlanMessage" in last and "a real one at most 160,000" in last
+    assert "s for a case; most bytes: PlanPartMessage" in last and "a real one at most 160,000" in last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from engine.codec.documents import resume
 from engine.core.messages import CommitMessage, EpochMessage
 from engine.core.program import ballot as commit
+from engine.core.program import plan_parts
 from engine.core.program import planner as recovery
 from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import PlanMessage
@@ -31,7 +33,7 @@ from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import ACTIVATION, LOGGED, REDUCED, STREAMED, key_of, parts_of
 from tests.simulation.executor import Executor
 from tests.simulation.links import MS
-from tests.simulation.planting import SMALL, caught, kills, troubled
+from tests.simulation.planting import SMALL, all_well, caught, kills, troubled
 from tests.simulation.run import run
 from tests.simulation.schedules import hand_overs, startup_deaths, take_overs
 from tests.simulation.worker import Worker
@@ -88,6 +90,27 @@ def test_words_of_another_epoch_are_obeyed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(driver, "arrived", arrived)
     rule_of_worker(monkeypatch, [Mode.FROZEN], PlanMessage, lambda state, told: (state, (outputs.MakePlan(told),)))
     caught(troubled(2000), "different plan|GoMessage at worker|has not made the plan|did not make the plan")
+
+
+def test_part_of_a_plan_is_a_difference_to_another_base(monkeypatch: Patch) -> None:
+    """Workers take the grid of an earlier epoch for the base: they notice, and get the whole plan."""
+    right = plan_parts.document_of
+    followed = list[bool]()
+
+    def stale(part: Any, known: Any, *words: Any) -> Any:
+        document = right(part, (replace(known[0], epoch=part.change.base),), *words)
+        followed.append(document is not None)
+        return document
+
+    monkeypatch.setattr(recovery_rules, "document_of", stale)
+    again = (
+        replace(case, stages=4, steps=3, faults=(*case.faults, Fault(worker, "moment", at)), seed=at)
+        for case in kills(SMALL)
+        for worker in (0, 2)
+        for at in (60, 75)
+    )
+    all_well(islice(again, 40))
+    assert {*followed} == {True, False}
 
 
 def test_zombie_is_listened_to_by_its_peers(monkeypatch: Patch) -> None:

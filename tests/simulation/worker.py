@@ -17,6 +17,7 @@ from engine.core.message_kinds import ToWorker
 from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
+from engine.core.program.planner import EpochPlan
 from engine.core.protocol import worker_inputs as inputs
 from engine.core.protocol import worker_state as outputs
 from engine.core.protocol.state import LEAST_QUIET_NS
@@ -27,7 +28,7 @@ from tests.simulation.actions import take_arrived
 from tests.simulation.case import PREDICTED, Violation
 from tests.simulation.compiled import Compiled
 from tests.simulation.joining import Joining
-from tests.simulation.plans import next_program, planned, read, shares_of
+from tests.simulation.plans import followed, next_program, planned, read, shares_of
 from tests.simulation.replica import adopted, inventory_of, tell_hashes
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class Worker(Joining):
         """Joins the group of an epoch."""
         group = _number_of(output.epoch.epoch)
         self.join(group)
-        self.world.links.join(self, group, output.epoch.members)
+        self.world.links.join(self, group, (*output.epoch.members,))
         return None
 
     def form_next(self, output: outputs.FormNextGroup) -> Answer:
@@ -303,7 +304,12 @@ class Worker(Joining):
 
     def plan_made(self, told: PlanMessage) -> None:
         """Has made the plan."""
-        self.answer(inputs.PlanMade(planned(self.ownership.grid, self.case.schedule, told).plan))
+        self.answer(inputs.PlanMade(self.plan_of(told)))
+
+    def plan_of(self, told: PlanMessage) -> EpochPlan:
+        """Returns the plan of a document, or of its part of one."""
+        how = self.ownership.grid, self.case.schedule, told
+        return followed(*how, self.world.plans[told.epoch], self.number) if told.digest else planned(*how).plan
 
     def prepare_plan(self, output: outputs.PreparePlan) -> Answer:
         """Makes a plan in the planner thread."""
@@ -324,7 +330,8 @@ class Worker(Joining):
 
     def load_plan(self, output: outputs.LoadPlan) -> Answer:
         """Makes its share of the plan ready."""
-        made = planned(self.ownership.grid, self.case.schedule, output.plan.document)
+        told = output.plan.document
+        made = self.world.plans[told.epoch] if told.digest else planned(self.ownership.grid, self.case.schedule, told)
         self.ready = made.shares.get(self.number, Compiled((), ()))
         return None
 

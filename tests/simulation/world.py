@@ -44,6 +44,7 @@ from tests.simulation.coordinator import Coordinator, job_of, taken_over
 from tests.simulation.executor import Executor
 from tests.simulation.judge import Judge
 from tests.simulation.links import MS, TICK, Links
+from tests.simulation.plans import Planned
 from tests.simulation.worker import Worker
 
 _SCHEDULES = (("zb1p", "gpipe", "eager-1f1b"), ("zbv", "interleaved", "v-half"))  # of one stage per worker, of two
@@ -167,6 +168,7 @@ class World:
         self.workers = [Worker(self, number) for number in self.numbers]
         self.said_ready: set[int] = set()  # the waiting workers that have said so
         self.passes: dict[tuple[int, int], set[int]] = {}  # the owners that have ended a validation pass
+        self.plans: dict[int, Planned] = {}  # of which workers were told parts, by epoch
         self.heard_at = [0] * len(self.workers)
         self.said_at = [0] * len(self.workers)
         self.links.groups.clear()

@@ -29,6 +29,7 @@ from engine.core.value import WIRE, Held, Kind
 
 Cost = Callable[[Action], float]
 _NEVER = inf
+_FEW = 16  # values that an action needs; more are votes, for which all workers wait
 
 
 class Span(NamedTuple):
@@ -195,6 +196,8 @@ class _Walk:
             self.there[number] = 0.0
         self.starts: dict[int, list[float]] = {worker: [] for worker in program}
         self.waiting: dict[int, list[int]] = {}  # number -> workers
+        # Of the votes that a line needs: how many are known to be there, and the time of the last of them.
+        self.seen: dict[tuple[int, int], tuple[Sequence[int], list[float]]] = {}
         self.ready = deque(program)
 
     def _make_room(self) -> None:
@@ -224,10 +227,13 @@ class _Walk:
                 self._make_room()
             needed, begun, met, made = line
             start = free_at
-            for number in needed:
-                at = there[number + microbatch]
-                if at > start:  # noqa: PLR1730 - max() would take longer than all the rest of the line
-                    start = at
+            if len(needed) > _FEW:
+                start = yield from self._all_votes(needed, microbatch, free_at)
+            else:
+                for number in needed:
+                    at = there[number + microbatch]
+                    if at > start:  # noqa: PLR1730 - max() would take longer than all the rest of the line
+                        start = at
             if start == _NEVER:
                 start = yield from self._all_there(needed, microbatch, free_at)
             if met:
@@ -245,6 +251,17 @@ class _Walk:
                     there[place] = at
                     if place in waiting:
                         self.ready += waiting.pop(place)
+
+    def _all_votes(self, votes: Sequence[int], microbatch: int, start: float) -> Generator[int, None, float]:
+        """Waits for values that every worker waits for; together they look at each of them once."""
+        _, seen = self.seen.setdefault((id(votes), microbatch), (votes, [0.0, 0.0]))
+        while (place := int(seen[0])) < len(votes):
+            number = votes[place] + microbatch
+            if self.there[number] == _NEVER:
+                yield number
+            else:
+                seen[:] = place + 1, max(seen[1], self.there[number])
+        return max(start, seen[1])
 
     def _all_there(self, numbers: Sequence[int], microbatch: int, start: float) -> Generator[int, None, float]:
         for number in numbers:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import ToAgent, ToWorker, message
-from engine.core.ownership import Slot
+from engine.core.ownership import Slot, runs_of
 from engine.core.value import Kind, Value
 
 _LISTED = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.PENDING})
@@ -36,7 +36,7 @@ class ValueRuns:
 
     def __init__(self, values: Iterable[Value] = ()):
         self._runs: dict[tuple[Kind, int, int], tuple[IndexRun, ...]] = {
-            (kind, pipeline, stage): tuple(_runs(value.index for value in of_slot))
+            (kind, pipeline, stage): tuple(runs_of(value.index for value in of_slot))
             for (kind, pipeline, stage), of_slot in groupby(sorted(values), key=itemgetter(0, 1, 2))
         }
 
@@ -164,13 +164,6 @@ def from_json(text: str) -> Inventory:
     return inventory
 
 
-def _runs(indices: Iterable[int]) -> Iterator[IndexRun]:
-    """Yields the first and the last of each run of successive numbers."""
-    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        numbers = [number for _, number in run]
-        yield numbers[0], numbers[-1]
-
-
 def _line_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> tuple[Kind, int, int, tuple[IndexRun, ...]]:
     if kind not in _LISTED:
         raise ValueError(f"{kind!r} is not a kind that an inventory lists")
@@ -240,6 +233,40 @@ class PlanMessage(ToWorker):
     ships: tuple[tuple[int, int, int, int], ...] = ()  # the residuals that are sent, as `Ship`
     repair: Repair | None = None  # the plan, if it is a repair: then no member has to make one
     schedule: str = ""  # of the open step; empty: the job's own
+    digest: str = ""  # of the grid and the whole repair, if `repair` is the part of one member
+
+
+@dataclass(frozen=True, slots=True)
+class GridChange:
+    """What differs from the grid of an earlier plan, which all members that stay have: workers, or values by place."""
+
+    base: int  # the epoch of that plan
+    gone: tuple[int, ...]
+    joined: tuple[tuple[int, int], ...]  # worker and number of its host; -1 if all are on one
+    owners: tuple[tuple[int, int], ...]
+    shadows: tuple[tuple[int, tuple[int, ...]], ...]
+    before: tuple[tuple[int, int], ...]  # to the owners of that plan
+    schedule: str  # of the open step
+
+
+@message
+class PlanPartMessage(ToWorker):
+    """A `PlanMessage` with a repair, for one member: what changed in the grid, and how it and its peers go on."""
+
+    epoch: int
+    committed: int
+    leaving: tuple[int, ...]
+    change: GridChange
+    repair: Repair
+    digest: str  # of the grid that follows, and of the whole repair
+    ends: bool  # whether a slot of any member is done
+
+
+@message
+class WholePlanMessage(ToAgent):
+    """The worker cannot follow its part of a plan, and needs the whole: it has another grid, or more peers."""
+
+    epoch: int
 
 
 @message

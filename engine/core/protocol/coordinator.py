@@ -28,7 +28,7 @@ from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
 from engine.core.monitors import in_words, is_watched, lacking
 from engine.core.program.ballot import NO_NORM, SKIP, Ballot, Commit, VoteMessage, layer_norms
-from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
+from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage, WholePlanMessage
 from engine.core.protocol import membership as protocol
 from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
 from engine.core.protocol.events import (
@@ -251,6 +251,13 @@ def _on_prepared(state: CoordinatorState, heard: WorkerWord[Message], told: Prep
     return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
 
 
+def _on_whole_plan(state: CoordinatorState, heard: WorkerWord[Message], asked: WholePlanMessage) -> Decided:
+    plan = state.plan
+    if plan is None or not plan.epoch == asked.epoch == state.membership.epoch:
+        return state, ()
+    return state, (Tell((heard.worker,), plan),)
+
+
 def _on_next_group(state: CoordinatorState, heard: WorkerWord[Message], told: NextGroupFormedMessage) -> Decided:
     group, given_up = heard_of(state.next_group, state.membership, heard.worker, told)
     if group is state.next_group or state.is_stopping:
@@ -283,6 +290,7 @@ RULES: dict[type[Message], MessageRule] = {
     InventoryMessage: _decide,
     PlannedMessage: _decide,
     PreparedMessage: _on_prepared,
+    WholePlanMessage: _on_whole_plan,
     VoteMessage: _on_vote,
     KeyMessage: _on_key,
     NextGroupFormedMessage: _on_next_group,

@@ -162,6 +162,8 @@ class CoordinatorState(NamedTuple):
     next_group: NextGroup = NextGroup()
     epoch: EpochMessage | None = None  # the last one that was sent
     planned: int = 0  # the last epoch whose plan was sent
+    plan: PlanMessage | None = None  # the last one
+    grid: PlanMessage | None = None  # that of the last epoch in which training began, which all its members have
     leaving: tuple[int, ...] = ()  # in the last plan
     wanted: tuple[int, ...] = ()  # in the last plan
     hosts: tuple[int, ...] = ()  # in the last plan

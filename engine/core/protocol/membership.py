@@ -59,11 +59,12 @@ from engine.core.protocol.transitions import (
 )
 
 
-def _hosts(state: State) -> tuple[int, ...]:
+def hosts_of(state: State) -> tuple[int, ...]:
     """Returns a number for the host of each member, by which the members place shadows; empty if all are on one."""
     nodes = [state.nodes.get(worker, "") for worker in state.members]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    return tuple(numbers[node] for node in nodes) if len(numbers) > 1 else ()
+    # Also of workers that are out: the numbers of hosts stay when another one is lost.
+    numbers = {node: number for number, node in enumerate(dict.fromkeys((*state.nodes.values(), "")))}
+    return tuple(numbers[node] for node in nodes) if len({*nodes}) > 1 else ()
 
 
 def plan_document(state: State) -> PlanMessage:
@@ -76,7 +77,7 @@ def plan_document(state: State) -> PlanMessage:
         state.owners,
         state.shadows,
         wanted=state.wanted_at_start,
-        hosts=_hosts(state),
+        hosts=hosts_of(state),
         before=state.began,
         inventories=tuple(sorted(state.inventories.items())),
         schedule=state.schedule,

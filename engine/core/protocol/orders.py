@@ -16,7 +16,7 @@ from typing import Any, Literal
 from engine.core import messages
 from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checkpoint_rules import keeps
-from engine.core.errors import GPU_ERROR, InvariantError, ScheduleError, ensure, required
+from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
 from engine.core.exclusion import Cause, Exclusion, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import (
@@ -27,12 +27,11 @@ from engine.core.history.run_records import (
     HeirsRecord,
     PlanRecord,
 )
-from engine.core.job.job import Job, is_due
-from engine.core.message_kinds import MAX_BYTES, ToWorker
+from engine.core.job.job import is_due
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
-from engine.core.ownership import Ownership
+from engine.core.ownership import Members, Ownership
 from engine.core.program.ballot import open_ballot
-from engine.core.program.build import baseline
 from engine.core.program.inventory import Inventory as Held
 from engine.core.program.inventory import (
     InventoryMessage,
@@ -40,10 +39,9 @@ from engine.core.program.inventory import (
     PlannedMessage,
     PreparedMessage,
     PrepareMessage,
-    from_json,
     to_json,
 )
-from engine.core.program.planner import PlanInput, repair_of
+from engine.core.program.plan_parts import first_grid, grid_of
 from engine.core.protocol.coordinator_state import (
     CoordinatorState,
     Preparation,
@@ -69,7 +67,8 @@ from engine.core.protocol.inputs_outputs import (
     Tell,
     Write,
 )
-from engine.core.protocol.membership import is_ignored, plan_document, step
+from engine.core.protocol.membership import hosts_of, is_ignored, plan_document, step
+from engine.core.protocol.plan_orders import in_parts, with_repair
 from engine.core.protocol.residual_choice import left_ns, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
@@ -411,7 +410,7 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
     left = left_ns(offers, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
     epoch = messages.EpochMessage(
         epoch=known.epoch,
-        members=known.members,
+        members=Members.of(known.members),
         gather=known.phase in GATHERING,
         regroup=known.phase is Phase.FAILING_OVER,
         commit=state.told,  # for a worker whose wait for it ends with the epoch
@@ -419,6 +418,7 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
         go=_go(state) if known.phase in _TRAINING else None,  # then no answer is awaited
         group=state.next_group.number if state.next_group.is_entered and known.phase not in GATHERING else 0,
         left_ms=tuple((worker, ns // 1_000_000) for worker, ns in left.items()),
+        hosts=() if known.phase in GATHERING or known.digests else hosts_of(known),
     )
     record = EpochRecord(
         epoch=known.epoch,
@@ -460,31 +460,12 @@ def _send_plan(state: CoordinatorState) -> Decided:
         outputs.append(Write(HeirsRecord(epoch=number, owners=document.owners, shadows=document.shadows)))
     is_prepared = known.phase not in GATHERING
     if not is_prepared:
-        outputs.append(tell_all(new, with_repair(state.job, document)))
+        document = with_repair(state.job, document)
+        outputs += in_parts(state.job, state.grid, document, tell_all(new, document).workers)
+    new = new._replace(plan=document)
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
     return new, (*outputs, *told, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
-
-
-_MOST_OF_PLAN = 4 * MAX_BYTES  # programs and inventories take less than a quarter when they are compressed
-
-
-def with_repair(job: Job, document: PlanMessage) -> PlanMessage:
-    """Returns the document with its plan, if that is a repair and fits a message.
-
-    A document that cannot be is refused by the workers.
-    """
-    if not document.before or (base := baseline(document.schedule or job.schedule, job.grid, document.before)) is None:
-        return document
-    ownership = Ownership(job.grid, document.owners, document.shadows)
-    try:
-        inventories = tuple(from_json(text) for _, text in document.inventories)
-        repair = repair_of(PlanInput(document.epoch, document.committed, ownership, inventories), base)
-    except InvariantError:
-        return document
-    planned = replace(document, repair=repair)
-    size = len(repr(planned)) + sum(text.count('"') for _, text in document.inventories)  # no less than it has as JSON
-    return planned if size <= _MOST_OF_PLAN else document
 
 
 def _start_training(state: CoordinatorState) -> Decided:
@@ -492,12 +473,20 @@ def _start_training(state: CoordinatorState) -> Decided:
     if known.phase in GATHERING or known.epoch <= state.started:
         return state, ()
     ballot = open_ballot(known.epoch, known.committed + 1, state.ownership, state.job.clip_norm)
-    new, go = state._replace(started=known.epoch, ballot=ballot), _go(state)
+    new, go = state._replace(started=known.epoch, ballot=ballot, grid=_grid(state)), _go(state)
     epoch = required(state.epoch, "training starts in an epoch")
     told: tuple[CoordinatorOutput, ...] = (*_kept(new, go), tell_all(new, go)) if epoch.go is None else ()
     new, warned = warned_of(new, healed_soon(new, ballot.ownership))
     go_on = Write(GoRecord(epoch=known.epoch, end=go.end))
     return new, (Arm(), *told, go_on, PhaseReached("replay", known.epoch), *warned)
+
+
+def _grid(state: CoordinatorState) -> PlanMessage:
+    """Returns the grid of the epoch in which training begins, as its members have it."""
+    known, plan = state.membership, state.plan
+    if plan is not None and plan.epoch == known.epoch:
+        return grid_of(plan)
+    return first_grid(known.epoch, known.members, known.owners, known.shadows, *hosts_of(known))
 
 
 def _go(state: CoordinatorState) -> messages.GoMessage:

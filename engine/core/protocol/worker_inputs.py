@@ -15,6 +15,7 @@ from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMe
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import PlanMessage, from_json
 from engine.core.program.owners import owners_program
+from engine.core.program.plan_parts import both_digests, ownership_of
 from engine.core.program.planner import EpochPlan, PlanInput, ends_tied_stages_together, make_plan, plan_of
 from engine.core.program.residuals import Ship
 
@@ -182,10 +183,11 @@ def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
 
     Raises InvariantError if it is impossible.
     """
-    ownership, repair = Ownership(grid, document.owners, document.shadows), document.repair
+    ownership, repair = ownership_of(grid, document.owners, document.shadows), document.repair
     if repair is not None and ends_tied_stages_together(repair.done, grid):  # a coordinator knows nothing of ties
         program = owners_program(document.schedule or schedule, grid, document.before)
-        return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1))
+        told = f"{document.leaving} {document.digest or both_digests(document, repair)}"
+        return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1, told))
     inventories = tuple(from_json(text) for _, text in document.inventories)
     ships = tuple(Ship(*each) for each in document.ships)
     source = PlanInput(document.epoch, document.committed, ownership, inventories, ships)

@@ -31,7 +31,16 @@ from engine.core.messages import (
     ValidatedMessage,
 )
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
+from engine.core.program.inventory import (
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PlanPartMessage,
+    PreparedMessage,
+    PrepareMessage,
+    WholePlanMessage,
+)
+from engine.core.program.plan_parts import document_of, first_grid, grid_of
 from engine.core.protocol import worker_inputs as inputs
 from engine.core.protocol.worker_inputs import GroupKey, NextGroupFormed
 from engine.core.protocol.worker_state import (
@@ -322,7 +331,8 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
         return new, (*fenced, CountHeld())
     if epoch.digest is not None:
         return _takes_prepared(new, epoch, fenced)
-    new = new._replace(mode=Mode.PLANNED)  # the first epoch
+    first = first_grid(epoch.epoch, (*epoch.members,), state.ownership.owners, state.ownership.shadows, *epoch.hosts)
+    new = new._replace(mode=Mode.PLANNED, known=(first,))
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
 
 
@@ -364,11 +374,17 @@ def is_counted(state: WorkerState, counted: inputs.InventoryCounted) -> Stepped:
     return begun, (*outputs, *more)
 
 
-def plans(state: WorkerState, document: PlanMessage) -> Stepped:
-    """Makes the plan of this epoch; that of another one, or a second one, changes nothing."""
-    if document.epoch != state.epoch or state.plan is not None:
+def plans(state: WorkerState, told: PlanMessage | PlanPartMessage) -> Stepped:
+    """Makes the plan of this epoch, or asks for the whole; that of another one, or a second one, changes nothing."""
+    if told.epoch != state.epoch or state.plan is not None:
         return state, ()
-    return state, (MakePlan(document),)
+    if isinstance(told, PlanMessage):
+        return state, (MakePlan(told),)
+    document = document_of(told, state.known, state.worker, state.ownership.grid)
+    if document is None:
+        return state, (SendMessage(WholePlanMessage(state.epoch)),)
+    known = tuple(each for each in state.known if each.epoch == told.change.base)
+    return state._replace(known=known), (MakePlan(document),)
 
 
 def is_planned(state: WorkerState, made: inputs.PlanMade) -> Stepped:
@@ -391,6 +407,7 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
         wanted=document.wanted,
         hosts=document.hosts,
         schedule=document.schedule,
+        known=(*state.known[-1:], grid_of(document)),
     )
     if commit is not None and commit.step >= state.step:
         here = f"worker {state.worker} is at {state.step}"
@@ -509,6 +526,7 @@ _TRAINING = (*Mode,)[2:-1]
 _SOMETIMES: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible, ...]] = {
     #                         boundary  frozen      planned   running   voted       validating    suspecting  done
     PlanMessage:             (_LATE,    plans,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
+    PlanPartMessage:         (_LATE,    plans,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
     GoMessage:               (_LATE,    _UNPLANNED, goes,     _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
     CommitMessage:           (is_known, _FIXED,     is_known, _AT_WORK, takes_step, is_known,     _DEAF,      is_known),
     ValidatedMessage:        (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
@@ -522,6 +540,7 @@ _WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
     ByeMessage: is_let_go,
     CommitMessage: changes_nothing,  # it comes again with the epoch that it begins
     PlanMessage: _PUT_OUT,
+    PlanPartMessage: _PUT_OUT,
     GoMessage: _PUT_OUT,
     ValidatedMessage: _PUT_OUT,
     inputs.NoticeReceived: gives_notice,

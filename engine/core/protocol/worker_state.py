@@ -280,6 +280,7 @@ class WorkerState(NamedTuple):
     has_given_notice: bool = False
     validate_every: int = 0
     audit_every: int = 0
+    known: tuple[PlanMessage, ...] = ()  # the grids of the last plans: parts of the next one are differences to one
     kept: tuple[Slot, ...] = ()  # the slots whose state after the last step it has begun to write
 
     @property

@@ -53,7 +53,7 @@ class GroupFormation:
     def __init__(self, control: Control, backend: TransportBackend, recorder: Recorder, epoch: EpochMessage):
         self._control = control
         self._recorder = recorder
-        self._attempt = _Attempt(backend.joining(epoch.epoch, epoch.members))
+        self._attempt = _Attempt(backend.joining(epoch.epoch, (*epoch.members,)))
         self.give_up = self._attempt.give_up
         threading.Thread(target=self._form, args=(epoch.epoch,), name="forming", daemon=True).start()
 

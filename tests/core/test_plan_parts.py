@@ -1,0 +1,94 @@
+"""Parts of plans: each member follows its part as it would follow the whole, and a wrong base is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.codec.messages import encode
+from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.program.build import baseline
+from engine.core.program.inventory import Inventory, PlanMessage, PlanPartMessage, to_json
+from engine.core.program.plan_parts import document_of, first_grid, grid_of, parts_of
+from engine.core.program.planner import PlanInput, repair_of
+from engine.core.protocol.worker_inputs import plan_epoch
+
+
+def _plan(workers: int, victim: int) -> tuple[Grid, PlanMessage, PlanMessage]:
+    """Returns the grid of a job whose worker `victim` dies at the start of a step, the base, and the whole plan."""
+    before = with_shadows(fresh(Grid(workers, 8)), "lazy", 1, range(workers))
+    members = tuple(worker for worker in range(workers) if worker != victim)
+    heir = before.shadows[victim][0]
+    owners = tuple(heir if owner == victim else owner for owner in before.owners)
+    shadows = tuple(
+        tuple(each for each in line if each not in (victim, owner))
+        for owner, line in zip(owners, before.shadows, strict=True)
+    )
+    after = Ownership(before.grid, owners, shadows)
+    held = [Inventory(worker, 5, tuple(sorted(before.held_by(worker)))) for worker in members]
+    base = baseline("1f1b", before.grid, before.owners)
+    assert base is not None
+    repair = repair_of(PlanInput(2, 4, after, tuple(held)), base)
+    assert repair is not None
+    texts = tuple((each.worker, to_json(each)) for each in held)
+    hosts = tuple(worker // 4 for worker in range(workers))
+    there = tuple(host for worker, host in enumerate(hosts) if worker != victim)
+    plan = PlanMessage(2, 4, members, (), owners, shadows, texts, hosts=there, before=before.owners, repair=repair)
+    return before.grid, first_grid(1, tuple(range(workers)), before.owners, before.shadows, *hosts), plan
+
+
+GRID, BASE, PLAN = _plan(12, 5)
+PARTS = dict(parts_of(PLAN, BASE, GRID))
+
+
+def test_every_member_follows_its_part_as_it_would_follow_the_whole() -> None:
+    whole = plan_epoch(GRID, "1f1b", PLAN)
+    assert {*PARTS} == {*PLAN.members}
+    for worker, part in PARTS.items():
+        document = document_of(part, (BASE,), worker, GRID)
+        assert document is not None and grid_of(document) == grid_of(PLAN)
+        mine = plan_epoch(GRID, "1f1b", document)
+        assert (mine.ownership, mine.plan.digest) == (whole.ownership, whole.plan.digest)
+        assert worker in mine.plan.program
+        assert all(mine.plan.program[each] == whole.plan.program[each] for each in mine.plan.program)
+
+
+def test_the_bytes_of_a_part_do_not_grow_with_the_job() -> None:
+    few, many = (max(len(encode(part)) for part in dict(_parts(workers)).values()) for workers in (16, 128))
+    assert many < 1.1 * few + 50
+    assert many < len(encode(_plan(128, 64)[2])) / 20
+
+
+def _parts(workers: int) -> dict[int, PlanPartMessage]:
+    grid, base, plan = _plan(workers, workers // 2)
+    return dict(parts_of(plan, base, grid))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        (),
+        (replace(BASE, epoch=3),),
+        (replace(BASE, owners=(1, *BASE.owners[1:])),),
+        (replace(BASE, shadows=((7,), *BASE.shadows[1:])),),
+        (replace(BASE, hosts=(1, *BASE.hosts[1:])),),
+        (replace(grid_of(PLAN), epoch=1),),
+    ],
+    ids=["none", "of another epoch", "other owners", "other shadows", "other hosts", "changed already"],
+)
+def test_a_member_with_another_base_needs_the_whole(known: tuple[PlanMessage, ...]) -> None:
+    assert [document_of(part, known, worker, GRID) for worker, part in PARTS.items()] == [None] * len(PARTS)
+
+
+def test_only_members_with_a_tied_stage_need_the_whole_unless_the_step_ends() -> None:
+    tied = replace(GRID, ties=((1, 8),))
+    needs = [worker for worker, part in PARTS.items() if document_of(part, (BASE,), worker, tied) is None]
+    assert needs == [worker for worker in PARTS if worker in (1, 8)]
+    assert all(document_of(replace(part, ends=True), (BASE,), worker, tied) is None for worker, part in PARTS.items())
+
+
+def test_a_plan_that_is_no_repair_or_that_moves_slots_has_no_parts() -> None:
+    assert not dict(parts_of(replace(PLAN, repair=None), BASE, GRID))
+    assert not dict(parts_of(replace(PLAN, wanted=PLAN.owners), BASE, GRID))
+    assert not dict(parts_of(replace(PLAN, hosts=()), BASE, GRID))
