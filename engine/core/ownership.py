@@ -182,6 +182,17 @@ def by_slot(owners: Iterable[int], stages: int) -> dict[Slot, int]:
     return {divmod(place, stages): owner for place, owner in enumerate(owners)}
 
 
+_TWO_WAY = frozenset({"dualpipe"})
+
+
+def directions_of(schedule: str) -> int:
+    """Returns how many pipelines of a schedule, given by name or as CSV, run on the same workers.
+
+    In every second one, stage 0 is on the last worker.
+    """
+    return 2 if schedule in _TWO_WAY else 1
+
+
 def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop", directions: int = 1) -> Ownership:
     """Returns the ownership at the start of a job: P / V workers per pipeline, numbered pipeline by pipeline.
 

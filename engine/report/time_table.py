@@ -366,9 +366,7 @@ def dry_waits(
         ownership = Ownership(job.grid, epoch.owners, epoch.shadows)
         of = ownership, epoch.schedule or job.schedule
         if of not in known:
-            program = build_program(
-                of[1], ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time
-            )
+            program = build_program(of[1], ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time)
             idle = known[of] = defaultdict(float)
             free = dict.fromkeys(program, 0.0)
             for start, end, worker, action in dry_run(program, ownership, cost).spans:  # of a worker in its order

@@ -14,7 +14,8 @@ from engine.core.program.inventory import PlanMessage, to_json
 from engine.core.program.owners import owners_program
 from engine.core.protocol.events import ExitSeen, JobRestart, Takeover, WantedSchedule
 from engine.core.protocol.membership import plan_document, step
-from engine.core.protocol.orders import held_at_boundary, prepare_epoch, with_repair
+from engine.core.protocol.orders import held_at_boundary, prepare_epoch
+from engine.core.protocol.plan_orders import with_repair
 from engine.core.protocol.schedule_change import change_of, placed_owners
 from engine.core.protocol.state import Phase, State
 from engine.core.protocol.worker_inputs import plan_epoch

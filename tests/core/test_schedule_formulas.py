@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from engine.core.action import Op
-from engine.core.ownership import Grid, fresh, worker_of
+from engine.core.ownership import Grid, directions_of, fresh, worker_of
 from engine.core.program.dry_run import dry_run, peak_stash, unit_costs
 from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
@@ -22,7 +22,7 @@ from tests.core.passing_time import passed
 FORWARD, BACKWARD = 1, 2
 WORKERS = (2, 3, 4, 5, 6, 7, 8, 11, 16)  # of the part
 # Schedules with pairs have the lists of another one.
-LISTS = [name for name, schedule in SCHEDULES.items() if not schedule.overlaps and schedule.directions == 1]
+LISTS = [name for name, schedule in SCHEDULES.items() if not schedule.overlaps and directions_of(name) == 1]
 
 
 def late(num_workers: int, num_microbatches: int) -> int:

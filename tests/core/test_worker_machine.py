@@ -95,7 +95,8 @@ ALONE = Ownership(GRID, (0, 0), ((), ()))
 HELD = ((0, 0), (0, 1))
 HOLDS = "what worker 0 holds"
 GO = GoMessage(end=False, validate=False)
-PART = PlanPartMessage(2, 2, (), GridChange(1, (), (), (), (), ()), Repair((), (), (), (), ()), "digest", ends=False)
+SAME = GridChange(1, (), (), (), (), (), "")
+PART = PlanPartMessage(2, 2, (), SAME, Repair((), (), (), (), ()), "digest", ends=False)
 FAILED = TransferFailed("it broke", 1)
 
 

@@ -10,6 +10,7 @@ import pytest
 from engine.core.action import Op
 from engine.core.faults.fault import WHENS
 from engine.core.job.job import Job
+from engine.core.ownership import directions_of
 from engine.core.program.schedules import SCHEDULES
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
@@ -66,7 +67,7 @@ def job_of(schedule: str, number: int, model: dict[str, Any] = SMALL) -> Job:
         schedule=schedule,
         redundancy=("lazy", "eager")[number % 2],
         microbatches=9 if number % 3 == 0 else 8,
-        pipelines=SCHEDULES[schedule].directions,
+        pipelines=directions_of(schedule),
     )
 
 

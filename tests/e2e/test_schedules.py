@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.job.job import Job
+from engine.core.ownership import directions_of
 from engine.core.program.schedules import SCHEDULES
 from engine.runtime.agent.run_state import Ending
 from tests.e2e.plain_loop import PlainLoop, Texts
@@ -47,7 +48,7 @@ def test_every_schedule_trains_to_the_same_bits(
     schedule: str, model: str, microbatches: int, train: Callable[..., Ending]
 ) -> None:
     stages_per_worker = 2 if SCHEDULES[schedule].takes(2) else 1
-    shape = {"stages_per_worker": stages_per_worker, "pipelines": SCHEDULES[schedule].directions}
+    shape = {"stages_per_worker": stages_per_worker, "pipelines": directions_of(schedule)}
     job = Job(**SIZES | MODELS[model] | shape, microbatches=microbatches, schedule=schedule)
     rows = [row.texts() for row in train(job).view.run_state.rows]
     assert rows == plain(model, microbatches, job.pipelines)

@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.job.job import Job
-from engine.core.ownership import Redundancy
+from engine.core.ownership import Redundancy, directions_of
 from engine.core.program.schedules import SCHEDULES
 from engine.runtime.agent import session
 from engine.runtime.agent.run_state import Ending
@@ -61,7 +61,7 @@ def test_every_schedule_with_a_kill(
     nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, name: str, pipelines: int, redundancy: Redundancy
 ) -> None:
     v = max(1, SCHEDULES[name].stages_per_worker[0])
-    pipelines = max(pipelines, SCHEDULES[name].directions)
+    pipelines = max(pipelines, directions_of(name))
     layout = {"schedule": name, "stages": 4, "stages_per_worker": v, "pipelines": pipelines, "redundancy": redundancy}
     same_bits(nccl, monkeypatch, {**MLP, **layout, "log_every": int(redundancy == "lazy")}, f"1:{4 // v - 1}:F:2")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.job.job import Job
-from engine.core.ownership import Grid, Ownership, Redundancy
+from engine.core.ownership import Grid, Ownership, Redundancy, directions_of
 from engine.core.program.schedules import SCHEDULES
 from engine.runtime.stage import gradient_log
 from engine.runtime.transport.transport import ProgramPurpose, program_key
@@ -52,7 +52,7 @@ def test_every_schedule_with_a_kill_and_a_heal(
 ) -> None:
     schedule = SCHEDULES[name]
     v = max(1, schedule.stages_per_worker[0])
-    pipelines = max(pipelines, schedule.directions)
+    pipelines = max(pipelines, directions_of(name))
     layout = {"schedule": name, "stages": 4, "stages_per_worker": v, "pipelines": pipelines, "redundancy": redundancy}
     run(Job(**{**SMALL, **layout, "log_every": int(redundancy == "lazy")}), [f"1:{4 // v - 1}:F:2"])
     assert orders.crossed == []

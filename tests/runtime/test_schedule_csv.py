@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.core.job.job_rules import check_schedule
-from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.ownership import Grid, Ownership, directions_of, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
 from engine.core.program.schedules import SCHEDULES, of_kind
@@ -88,7 +88,7 @@ def test_lists_of_torch_load_are_verified_and_leave_the_same(
 
 
 @pytest.mark.parametrize("m", [8, 11])
-@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.directions == 1])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if directions_of(name) == 1])
 def test_ours_load_there(name: str, m: int, tmp_path: Path) -> None:
     schedule = SCHEDULES[name]
     v = max(2, schedule.stages_per_worker[0]) if schedule.takes(2) else 1

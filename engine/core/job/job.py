@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from engine.core.errors import MASK, Problem, is_secret, nearest
-from engine.core.ownership import Grid, PlacementChoice, Redundancy
-from engine.core.program.schedules import SCHEDULES
+from engine.core.ownership import Grid, PlacementChoice, Redundancy, directions_of
 from engine.core.texts import counted
 from engine.core.units import Args, described, whole_units
 
@@ -293,8 +292,7 @@ class Job:
     @property
     def most_workers(self) -> int:
         """The number of workers without `workers`: P / V in each pipeline, or in two of opposite directions."""
-        directions = SCHEDULES[self.schedule].directions if self.schedule in SCHEDULES else 1
-        return self.stages // max(1, self.stages_per_worker) * self.pipelines // directions
+        return self.stages // max(1, self.stages_per_worker) * self.pipelines // directions_of(self.schedule)
 
     @property
     def num_workers(self) -> int:

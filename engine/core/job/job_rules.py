@@ -25,7 +25,7 @@ from engine.core.job.partition import written
 from engine.core.job.torch_parts import PREDICT_ARGUMENTS, argument_problems, scaling_problems
 from engine.core.job.update_rules import update_problems
 from engine.core.monitors import FIGURE_FORM, figure_of
-from engine.core.ownership import Grid, PlacementChoice, fresh
+from engine.core.ownership import Grid, PlacementChoice, directions_of, fresh
 from engine.core.program.build import build_program
 from engine.core.program.schedule_csv import (
     cell_of,
@@ -116,7 +116,7 @@ def _check_named(
         problems.append(Problem("stages_per_worker", f"{wanted} with schedule {name}", str(stages_per_worker), hint))
     if choice not in ("auto", schedule.placement) and stages_per_worker > 1:
         problems.append(Problem("placement", f"{schedule.placement} with schedule {name}", repr(choice)))
-    if num_workers % schedule.directions:
+    if num_workers % directions_of(name):
         hint = "a worker of the first half has the mirror image of one of the second half"
         problems.append(Problem("stages", f"an even number with schedule {name}", str(num_workers), hint))
     few = schedule.least_microbatches(num_workers)
@@ -269,11 +269,11 @@ def no_blocks(job: Job) -> list[tuple[str, str]]:
 
 
 def _check_directions(job: Job) -> list[Problem]:
-    schedule = SCHEDULES.get(job.schedule)
-    if schedule is None or schedule.directions == 1:
+    directions = directions_of(job.schedule)
+    if directions == 1:
         return []
     problems = []
-    if job.pipelines % schedule.directions:
+    if job.pipelines % directions:
         hint = "microbatches enter at both ends, and each direction is a pipeline with weights of its own"
         problems.append(Problem("pipelines", f"an even number with schedule {job.schedule}", str(job.pipelines), hint))
     if job.fsdp:

@@ -14,9 +14,9 @@ from itertools import pairwise
 from engine.core.action import Program
 from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
-from engine.core.ownership import Ownership, Redundancy, fresh, with_shadows
+from engine.core.ownership import Ownership, Redundancy, directions_of, fresh, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.schedule_csv import directions_of, placement_of
+from engine.core.program.schedule_csv import placement_of
 from engine.core.texts import counted
 from engine.core.units import whole_number
 

@@ -9,7 +9,7 @@ from functools import partial
 from engine.core.action import COMPUTE_OPS, SEND_OPS, Program
 from engine.core.errors import Problem
 from engine.core.job.job_rules import check_schedule
-from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, directions_of, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import Cost, DryRun, dry_run, unit_costs
 from engine.core.program.schedules import SCHEDULES
@@ -66,7 +66,7 @@ def compare(
     skipped: dict[str, str] = {}
     for name, schedule in SCHEDULES.items():
         v = 1 if schedule.takes(1) and not schedule.takes(stages_per_worker) else stages_per_worker
-        each_way, rest = divmod(microbatches, schedule.directions)
+        each_way, rest = divmod(microbatches, directions_of(name))
         problems = check_schedule(name, num_workers * v, v, each_way, "auto")
         if rest:
             problems.append(Problem("microbatches", "an even number, half in each direction", str(microbatches)))
@@ -74,8 +74,8 @@ def compare(
             skipped[name] = str(problems[0])
             continue
         begin(name)
-        grid = Grid(num_workers * v, each_way, schedule.directions)
-        ownership = fresh(grid, v, schedule.placement, schedule.directions)
+        grid = Grid(num_workers * v, each_way, directions_of(name))
+        ownership = fresh(grid, v, schedule.placement, directions_of(name))
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())
         run = partial(dry_run, latency=latency, overlapping=overlapping and schedule.overlaps is not None)

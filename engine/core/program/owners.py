@@ -15,11 +15,11 @@ from functools import lru_cache
 
 from engine.core.action import Program, make_action
 from engine.core.errors import ensure
-from engine.core.ownership import Grid, Ownership, worker_of
+from engine.core.ownership import Grid, Ownership, directions_of, worker_of
 from engine.core.program.dependencies import peers_of
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import merged_compute
-from engine.core.program.schedule_csv import directions_of, is_text, lists_from_csv
+from engine.core.program.schedule_csv import is_text, lists_from_csv
 from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists, in_blocks
 
 

@@ -1,8 +1,8 @@
 """Parts of a plan: what one member needs of a repair, as a difference to the grid of a plan that all members have.
 
-The grid of a plan is its members with their hosts, the owners and shadows of all slots, and the schedule. All members have that of
-the last plan by which training began, and the coordinator keeps it. So the bytes of a failure grow with the job, and
-not with its square: each member is told what changed, and how it and its peers go on.
+The grid of a plan is its members with their hosts, the owners and shadows of all slots, and the schedule. All members
+have that of the last plan by which training began, and the coordinator keeps it. So the bytes of a failure grow with
+the job, and not with its square: each member is told what changed, and how it and its peers go on.
 
     coordinator    grid of epoch 3 --change--> grid of epoch 4      its digest
     member         grid of epoch 3 --change--> grid of epoch 4      is compared

@@ -182,11 +182,6 @@ def placement_of(schedule: str, choice: PlacementChoice) -> Placement:
     return SCHEDULES[schedule].placement
 
 
-def directions_of(schedule: str) -> int:
-    """Returns how many pipelines of a schedule, given by name or as CSV, run on the same workers."""
-    return 1 if is_text(schedule) else SCHEDULES[schedule].directions
-
-
 def stands_as(lists: ComputeLists, placement: Placement) -> bool:
     """Returns whether compute lists have each stage on the worker that a placement gives it."""
     stages = stages_on(lists)

@@ -20,7 +20,7 @@ from operator import add
 
 from engine.core.action import Action, Op, make_action
 from engine.core.errors import ensure
-from engine.core.ownership import Placement, worker_of
+from engine.core.ownership import Placement, directions_of, worker_of
 from engine.core.program.dry_run import peak_stash
 from engine.core.program.schedules import SCHEDULES, ComputeLists
 from engine.core.random_key import random_key
@@ -116,7 +116,7 @@ def searched(
         for name, schedule in SCHEDULES.items()
         if schedule.takes(stages_per_worker)
         and microbatches >= schedule.least_microbatches(num_workers)
-        and schedule.directions == 1
+        and directions_of(name) == 1
     }
     named = {name: schedule(num_workers, microbatches, stages_per_worker) for name, schedule in fitting.items()}
     most = max(map(most_stash, named.values()))

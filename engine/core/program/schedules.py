@@ -498,7 +498,6 @@ class Schedule:
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
     overlaps: Overlap | None = None  # the kind of pairs that `with_pairs_together` makes
     takes_blocks: bool = False  # whether a stage may be a run of blocks, see `in_blocks`
-    directions: int = 1  # pipelines on the same workers; in every second one, stage 0 is on the last worker
 
     def takes(self, stages_per_worker: int) -> bool:
         """Returns whether a worker may have this number of stages."""
@@ -529,5 +528,5 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipev-overlapped": Schedule(
         dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps="OVERLAP_F_B"
     ),
-    "dualpipe": Schedule(dual_pipe, least_microbatches=lambda num_workers: num_workers, directions=2),
+    "dualpipe": Schedule(dual_pipe, least_microbatches=lambda num_workers: num_workers),
 }
