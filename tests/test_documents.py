@@ -37,7 +37,7 @@ MOST_LINES = {
     "ARCHITECTURE.md": 165,
     "docs/bits.md": 155,
     "docs/data.md": 215,
-    "docs/elastic.md": 195,
+    "docs/elastic.md": 200,
     "docs/faults.md": 230,
     "docs/hosts.md": 215,
     "docs/how-to/any-job.md": 165,

@@ -91,8 +91,8 @@ FIRST[-1:-1] = [
     | {"worker": worker}
     for step, worker, mib in ((0, 0, 640), (0, 1, 512), (1, 0, 1280))
 ]
-_STATE, _STEP = [4 << 20, 8 << 20, 0], [0, 4 << 20, 3 << 18, 1 << 17]
-_TENSORS = {"boundary": [[0, 0, *_STATE, 0, 0, 0, 0]], "peak": [[0, 0, *_STATE, *_STEP]]}
+_STATE, _STEP = [4 << 20, 8 << 20, 0], [0, 4 << 20, 3 << 18, 1 << 17, 0]
+_TENSORS = {"boundary": [[0, 0, *_STATE, 0, 0, 0, 0, 0]], "peak": [[0, 0, *_STATE, *_STEP]]}
 FIRST[-1:-1] = [agent("tensors", 1990, step=1, **_TENSORS) | {"worker": 0}]
 FIRST[-1:-1] = [agent("norms", 1990, step=step, norms=[[0, 0.5], [3, 0.25 * step]]) for step in (10, 11)]
 SECOND = slow(MadeUpRun(dead=((5, 2),)).events())

@@ -12,7 +12,7 @@ from engine.core.job.job import PARTITION_FORMS, Job
 from engine.core.job.job_rules import check_job
 from engine.core.job.torch_parts import LR_SCHEDULES
 from engine.core.job.torch_parts import SCHEDULES as SCHEDULES_OF_TORCH
-from engine.core.ownership import Redundancy
+from engine.core.ownership import Redundancy, directions_of
 from engine.core.program.schedules import SCHEDULES
 from engine.core.units import MOST_FLOAT
 
@@ -89,7 +89,7 @@ def test_known_names_are_allowed(name: str) -> None:
         assert problems_of(lr_schedule=name) == []
     else:
         schedule = SCHEDULES[name]
-        shape = {"stages_per_worker": schedule.stages_per_worker[0], "pipelines": schedule.directions}
+        shape = {"stages_per_worker": schedule.stages_per_worker[0], "pipelines": directions_of(name)}
         assert problems_of(schedule=name, **shape) == []
 
 

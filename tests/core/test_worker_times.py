@@ -12,7 +12,8 @@ from engine.core.action import parse_action
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes
 from engine.core.ownership import Ownership
-from engine.core.program.ballot import ComputeTimes, SlotVote, VoteMessage
+from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.compute_times import ComputeTimes
 from engine.core.protocol.assignment import step_time
 from engine.core.protocol.rebalancing import QUIET_STEPS, Rebalancing, wish
 from engine.core.protocol.state import Options, Phase, begin

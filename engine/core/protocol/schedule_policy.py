@@ -82,15 +82,15 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
             lists = _lists(job, name)
             if name == state.schedule or most_stash(lists) <= job.adapt_schedule * job.stages_per_worker:
                 length[name] = length_of(lists, profile)
-    now, best = length[state.schedule], min(length, key=length.__getitem__)
-    if state.schedule and length[""] <= _AS_QUICK * length[best]:
-        best = ""
-    elif length[best] > (1 - LEAST_GAIN) * now:
+    now, quickest = length[state.schedule], min(length, key=length.__getitem__)
+    if state.schedule and length[""] <= _AS_QUICK * length[quickest]:
+        quickest = ""
+    elif length[quickest] > (1 - LEAST_GAIN) * now:
         return None
     slowest = max(range(len(profile.transfer)), key=profile.transfer.__getitem__, default=0)
     edge = f"; a transfer from stage {slowest} takes {1000 * max(profile.transfer, default=0.0):.3g} ms"
-    told = f"by the measured times a step takes {1000 * length[best]:.3g} ms instead of {1000 * now:.3g}{edge}"
-    return best, told
+    told = f"by the measured times a step takes {1000 * length[quickest]:.3g} ms instead of {1000 * now:.3g}{edge}"
+    return quickest, told
 
 
 def _lists(job: Job, schedule: str) -> ComputeLists:

@@ -22,7 +22,7 @@ from engine.core.faults.fault import When
 from engine.core.history.run_records import RedoneRecord, TensorsRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
-from engine.core.program.ballot import BORDER_OPS, ComputeTimes
+from engine.core.program.compute_times import BORDER_OPS, ComputeTimes
 from engine.core.program.dependencies import carried, needed
 from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.offload import line_with_offloads
