@@ -93,7 +93,9 @@ _Pid = Annotated[
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; repeatable.")
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print faults, victims and moments; with --run, as of now.")]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print faults, victims and moments; with --run, as they are now.")
+]
 _Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)]
 
 
@@ -216,7 +218,7 @@ def _run_to_strike(run: str, results: Path) -> RunFolder:
 
     live = live_runs(results) if run == LATEST else []
     if len(live) > 1:
-        hint = f"these go on: {', '.join(live)}"
+        hint = f"running now: {', '.join(live)}"
         raise UserError([Problem("--run", "the name of one run", f"{LATEST}, and {len(live)} runs go on", hint)])
     return find_run(results, run)
 

@@ -93,7 +93,7 @@ def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJ
     resolved, other_bits = resolve(), own_values["other_bits"]
     job = resolved.job
     if not keeps_any(job.checkpoint_every):
-        hint = "nothing is kept, so there is never anything to resume"
+        hint = "no checkpoint is written, so there is never anything to resume"
         raise UserError([Problem("checkpoint_every", "checkpoints beside --resume auto", job.checkpoint_every, hint)])
     so_far = _found_for(job)
     if so_far.finished_by:

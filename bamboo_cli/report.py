@@ -201,7 +201,7 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
     if form is not Format.TERMINAL or output is not None:
         write_frame(frame, form, output)
     elif table is Table.SAMPLES and frame.empty:
-        echo("no ledger: the data draws its samples without end", err=True)
+        echo("no ledger: the data source never ends", err=True)
     else:
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))

@@ -43,7 +43,7 @@ _Memory = Annotated[
     float | None,
     typer.Option(
         metavar="N",
-        help="Memory limit: the most microbatches whose activations, of all its layers, a worker holds at once.",
+        help="Memory limit: how many microbatches' activations a worker may hold at once, counted over all its layers.",
         show_default="as many as the hungriest schedule",
     ),
 ]
@@ -151,7 +151,7 @@ def compare(
     weights: Weights = None,
     transfer: Transfer = 0,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="Count overlapped pairs of actions as run at the same time.")
+        bool, typer.Option("--overlap", help="Count the two actions of an overlapped pair as simultaneous.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -316,11 +316,11 @@ def _read(path: Path) -> str:
 def use(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A schedule that fits the run, or own for that of its job."),
+        typer.Argument(metavar="NAME", help="A schedule that fits the run, or own: back to the job's schedule."),
     ],
     run: Annotated[
         str,
-        typer.Option("--run", metavar="RUN", help="The name of a run that goes on.", autocompletion=completion.runs),
+        typer.Option("--run", metavar="RUN", help="Name of a live run.", autocompletion=completion.runs),
     ] = "latest",
     results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = Path("results"),
     as_json: AsJson = False,

@@ -350,7 +350,7 @@ def _concluded(
     else:
 
         def run_twin(twin: Job, own: RunFolder) -> Ending:
-            screen.say("running the fault-free twin, to compare the weights with")
+            screen.say("running the fault-free twin to compare weights")
             return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
 
         begun_s = time.monotonic()

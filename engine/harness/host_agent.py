@@ -139,7 +139,7 @@ def run_on_hosts(
         registry.register()
         screen.say(f"host {own.name} has registered, and waits for {options.number - 1} more")
         if (run_of := registry.outlived()) is not None:
-            screen.say(f"the run goes on without host {own.name}, which was lost; its outcome is awaited")
+            screen.say(f"the run continues without host {own.name}, which was lost; its outcome is awaited")
             return HostRunEnd(registry.awaited(run_of))
         hosts = registry.gathered(options.names, options.number, patience_s)
         server = stack.enter_context(_forking(keeper, own))
@@ -220,7 +220,7 @@ def coordinate(
 
 def left(name: str) -> HostOutcome:
     """Returns the outcome on a host whose workers have handed over."""
-    return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run goes on")
+    return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run continues")
 
 
 def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:
@@ -283,7 +283,7 @@ def serve(at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Int
                         workers.lines.finish()
                     return HostRunEnd(outcome)
             if (stands := _stand(at, elected, workers)) is not None:
-                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
+                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host takes over")
                 chosen, wire_server = stands
                 stack.callback(wire_server.close)
                 stream = partial(_stream, at, chosen, workers)
@@ -416,12 +416,12 @@ def take_over(
         wire_server.admit(name, spawner.peer)
     for name, spawner in away.items():
         if not spawner.known.lease_id or name == before.name:
-            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
+            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease expired")
     with stream(), _served(workers):
         wait_for_words(away.values())
         for name, spawner in away.items():
             if not spawner.has_said.is_set():
-                servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
+                servers.lose(name, f"it did not connect to host {chosen.name}, which coordinates now")
         try:
             inherited = _inherited(at, before, away, servers, workers, own_place[0].path)
         except BambooError as error:

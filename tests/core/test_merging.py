@@ -78,7 +78,7 @@ def run_of(workers: int, draw: random.Random) -> list[StampedRecord]:
         if epoch > 1:
             out = members.pop(draw.randrange(len(members)))
             then(ExitRecord, of=out, code=-9, expected=False, seen_ns=now_ns)
-            verdict = (excluded(out, Cause.DEATH, "was ended by SIGKILL"),)
+            verdict = (excluded(out, Cause.DEATH, "was killed (SIGKILL)"),)
         told: dict[str, Any] = {"reason": "x", "planned": False, "owners": (0,), "shadows": ((),)}
         then(EpochRecord, epoch=epoch, members=tuple(members), verdict=verdict, **told)
         for phase in PHASES[:2]:

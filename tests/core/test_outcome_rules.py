@@ -83,12 +83,12 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
             "'10m' there is no checkpoint before the end)",
         ),
         ((PAIR,), Expect("resumable"), {"checkpoint_every": "8"}, "no checkpoint before the end"),
-        ((PAIR,), Expect("resumable"), {"checkpoint_every": "2"}, "the run goes on by itself 3 times"),
+        ((PAIR,), Expect("resumable"), {"checkpoint_every": "2"}, "the run restarts by itself 3 times"),
         (
             (PAIR, wanted("n", at(1, "0F0"), "noop"), wanted("o", at(1, "0B0"), "noop")),  # of which nobody ends
             Expect("resumable"),
             {"checkpoint_every": "2"},
-            "2 workers are lost at most, and the run goes on by itself 3 times",
+            "2 workers are lost at most, and the run restarts by itself 3 times",
         ),
         ((KILL,), Expect("resumable"), {"checkpoint_every": "2", "restarts": 0}, "one worker is lost, and each"),
         ((PAIR,), RECOVERED, {"checkpoint_every": "2", "restarts": 0}, "no other worker holds stage 2"),

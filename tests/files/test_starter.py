@@ -41,8 +41,8 @@ def test_the_files_are_good_and_have_one_job(tmp_path: Path, monkeypatch: pytest
     assert found.exit_code == 0, found.output
     assert found.output.splitlines() == [
         f"{JOB}: valid: a job: mlp in 1 x 3 stages, 20 steps",
-        f"{SCENARIO}: valid: 1 fault, expects recovered; job: ./bamboo.yaml (changed: steps)",
-        f"{MATRIX}: valid: a matrix of 6 cells; job: ./bamboo.yaml (changed: steps)",
+        f"{SCENARIO}: valid: 1 fault, expects recovered; job: ./bamboo.yaml (overridden: steps)",
+        f"{MATRIX}: valid: a matrix of 6 cells; job: ./bamboo.yaml (overridden: steps)",
     ]
 
 

@@ -146,7 +146,7 @@ BEGIN: list[dict[str, Any]] = [
     {"event": "go", "epoch": 0, "at_ns": 0},
     commit(0),
 ]
-FIRST = [exit_of(1), epoch(1, [0, 0, 2], [[1, "was ended by SIGKILL"]]), commit(1)]
+FIRST = [exit_of(1), epoch(1, [0, 0, 2], [[1, "was killed (SIGKILL)"]]), commit(1)]
 
 
 def test_who_died_is_told_with_what_was_theirs() -> None:
@@ -221,7 +221,7 @@ def test_no_redundancy_is_advised_for_a_model_that_hangs_everywhere() -> None:
     ]
     *_, last = state_lost_lines(LAZY, records_of([*BEGIN, *hangs]), 1)
     assert last == "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"
-    dies = epoch(2, [2, 2, 2], [[0, "was ended by SIGKILL", "death", None]])
+    dies = epoch(2, [2, 2, 2], [[0, "was killed (SIGKILL)", "death", None]])
     assert "--pipelines 2" in state_lost_lines(LAZY, records_of([*BEGIN, hangs[0], dies]), 1)[-1]
 
 

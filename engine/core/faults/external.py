@@ -99,7 +99,7 @@ class ExternalExpect:
     """The expected results of a job of another launcher; None means unchecked."""
 
     outcome: ExternalOutcome = described(
-        "recovered", "recovered: the job trains on after the faults and exits with 0; failed: it does not"
+        "recovered", "recovered: the job keeps training after the faults and exits with 0; failed: it does not"
     )
     trajectory: Literal["identical"] | None = described(
         None, "the reported hashes of the state are those of the same command without faults"
@@ -160,7 +160,7 @@ def external_problems(scenario: ExternalScenario, num_ranks: int | None, *, is_a
         hint = "a job that runs already has no twin"
         yield Problem("expect", "neither trajectory nor samples", "--attach", hint)
     if scenario.expect.culprit and not scenario.launcher.blame:
-        hint = "its words for a failure are not known"
+        hint = "how it reports a failure is not known"
         yield Problem("expect.culprit", "a launcher that blames ranks", scenario.launcher.name, hint)
     for number, fault in enumerate(scenario.faults):
         yield from _fault_problems(f"faults.{number}", fault, scenario, num_ranks)

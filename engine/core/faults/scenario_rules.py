@@ -155,7 +155,7 @@ def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str
     lost = sum(_most_victims(each) for each in faults.values() if ends(each.do, kinds))
     if lost > job.restarts or any(not ends(each.do, kinds) and not _is_harmless(each) for each in faults.values()):
         return ""
-    return f"{lost} workers are lost at most, and the run goes on by itself {job.restarts} times: set restarts: 0"
+    return f"{lost} workers are lost at most, and the run restarts by itself {job.restarts} times: set restarts: 0"
 
 
 def _most_victims(wanted: FaultSpec) -> int:
@@ -534,7 +534,7 @@ def _of_a_host(place: str, wanted: FaultSpec, on: OnHosts, job: Job | None) -> I
     target = wanted.target
     if job is not None and (step < 1 or (job.has_steps and step >= job.steps)):
         last = job.steps - 1 if job.has_steps else "the last"
-        hint = "" if step else "a run that is struck before its first commit does not go on"
+        hint = "" if step else "a run that loses a host before its first commit may not continue"
         yield Problem(f"{place}.at.step", f"a step from 1 to {last}", str(step), hint)
     if on.number and target.host and (number := number_of(target.host)) is not None and number >= on.number:
         yield Problem(f"{place}.target.host", f"a host from h0 to h{on.number - 1}", repr(target.host))

@@ -44,7 +44,7 @@ class KillWorker(NamedTuple):
 
 
 class LeaveBehind(NamedTuple):
-    """Names a worker whose process does not end by SIGKILL; nothing waits for it from now on."""
+    """Names a worker whose process survived SIGKILL; nothing waits for it from now on."""
 
     worker: int
 

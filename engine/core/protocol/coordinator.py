@@ -355,7 +355,7 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
     text = {
         LeaveStrategy.BOUNDARY: f"hands over at the boundary after step {step}{later if is_patient else ''}",
         LeaveStrategy.INSIDE: f"hands over inside step {step}: {short}",
-        LeaveStrategy.NONE: f"cannot hand over in time, and its end will be a death: {short}",
+        LeaveStrategy.NONE: f"cannot hand over in time and will count as dead: {short}",
     }[way]
     record = WayOutRecord(of=worker, way=way, step=step, text=text)
     return state._replace(ways={**state.ways, worker: way}), (Write(record), Note(f"worker {worker} {text}"))

@@ -89,7 +89,7 @@ _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose proc
 
 
 def survives(state: CoordinatorState, worker: int, raised: RaisedMessage) -> tuple[CoordinatorState, bool]:
-    """Returns the state after an exception of a worker, and whether the run goes on without the worker."""
+    """Returns the state after an exception of a worker, and whether the run continues without the worker."""
     exception, membership = raised.exception, state.membership
     slots = tuple(slot for slot, owner in enumerate(membership.owners) if owner == worker)
     entry = RaisedException(raised.step, exception.kind, exception.in_verdict(), slots if exception.gpu else None)
@@ -131,7 +131,7 @@ def put_out(state: CoordinatorState, owners: tuple[int, ...]) -> list[Note]:
             inherited = {state.membership.owners[place] for place in places} - {out.worker}
             verb = "takes" if len(inherited) == 1 else "take"
             then = f"; {numbered('worker', sorted(inherited), ' and ')} {verb} over" if inherited else ""
-            notes.append(Note(f"worker {out.worker} {out.how}{_where(state, out.worker)} and is put out{then}"))
+            notes.append(Note(f"worker {out.worker} {out.how}{_where(state, out.worker)} and is evicted{then}"))
     return notes
 
 
@@ -218,7 +218,7 @@ def looked(
 def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> Preparation:
     """Returns the preparation after the answer of a worker; an answer to an older plan is ignored.
 
-    The numbers of a coordinator that takes over begin anew, but it makes an epoch first, so no answer fits by chance.
+    The numbers of a coordinator that takes over start over, but it makes an epoch first, so no answer fits by chance.
     """
     document = preparation.document
     if document is None or (answer.epoch, answer.number) != (document.epoch, preparation.number):
@@ -569,7 +569,7 @@ def _restart(state: CoordinatorState) -> Decided:
     reason, number, most = state.membership.reason, state.membership.restarts, state.membership.options.max_restarts
     if number <= state.restarts:
         return state, ()
-    text = f"{reason} before the first commit; all workers are started again ({number} of at most {most})"
+    text = f"{reason} before the first commit; all workers are restarted ({number} of at most {most})"
     record = RestartRecord(number=number, reason=reason)
     new = state._replace(restarts=number, is_stopping=True)  # nothing that the present workers say counts
     return new, (Write(record), Note(text), Restart())

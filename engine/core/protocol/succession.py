@@ -46,9 +46,7 @@ def succession(
     results more is lost.
     """
     if before is None or not before.started:
-        raise CoordinatorUnavailableError(
-            f"host {lost}, which coordinated the run, is lost before training has gone on"
-        )
+        raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training resumed")
     state = before.membership
     if heard < state.committed - 1:
         why = f"and its results after step {heard} with it: step {state.committed} is committed"

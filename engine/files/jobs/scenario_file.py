@@ -79,7 +79,7 @@ class JobSource:
 def with_changes(base: str, changed: Iterable[str]) -> str:
     """Returns the source of a job in words, with the fields that are changed."""
     names = ", ".join(changed)
-    return f"{base} (changed: {names})" if names else base
+    return f"{base} (overridden: {names})" if names else base
 
 
 def shown_path(path: Path) -> str:

@@ -416,7 +416,7 @@ class Agent:
         member = self.members[leave.worker]
         member.is_left_behind = True
         self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
-        self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
+        self.run_state.note(f"{member.name} survived SIGKILL and is left behind")
 
     def abandon(self) -> None:
         """Kills every worker, and leaves those behind that wait for a disk which has stopped."""

@@ -154,7 +154,7 @@ class Checkpoints:
             self._thread.join(_END_S)
             if self._thread.is_alive():
                 if name := self._keeper.stop_waiting(_END_S):
-                    self._run_state.note(f"{name}, which writes the manifests, does not end by SIGKILL: left behind")
+                    self._run_state.note(f"{name}, which writes the manifests, survived SIGKILL: left behind")
                 self._thread.join(_END_S)  # nobody keeps it waiting any more
         self.record()
 

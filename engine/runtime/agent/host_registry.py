@@ -92,7 +92,7 @@ class KeptLease:
                 continue
             try:
                 if not self._kv.keep_alive(self.lease) and not self._is_over.is_set():
-                    self._end("the lease of this host has expired, or was revoked: the run goes on without it")
+                    self._end("the lease of this host has expired, or was revoked: the run continues without it")
                 self._time = self._time.renewed(sent_ns)
                 self._answers = self._answers.with_one(boottime_ns() - sent_ns)
                 allowed_ns = RENEWAL.after(self._answers.worst_ns)
@@ -251,7 +251,7 @@ class HostKeys:
                 elif not is_known:
                     return None
                 else:
-                    why = "no host of the run is left, and none has told its outcome"
+                    why = "no host of the run is left, and none has reported its outcome"
             except CoordinatorUnavailableError as error:
                 if not is_known:
                     raise

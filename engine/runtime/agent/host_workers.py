@@ -93,7 +93,7 @@ class LocalProcess:
 
     @property
     def has_left(self) -> bool:
-        """Whether it has ended, and the run goes on without it: the run was not over, and did not stop it."""
+        """Whether it has ended, and the run continues without it: the run was not over, and did not stop it."""
         return self.has_ended and self.code != ExitCode.OK and not self.was_stopped
 
     @property

@@ -337,7 +337,7 @@ class WireServer:
     def _tell(self, words: str) -> None:
         with self._telling:
             self._num_told += 1
-            last = "; no more of these are told" if self._num_told == _MOST_TOLD else ""
+            last = "; further ones are not reported" if self._num_told == _MOST_TOLD else ""
             if self._num_told <= _MOST_TOLD:
                 self._say(words + last)
 
