@@ -93,9 +93,7 @@ _Pid = Annotated[
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; repeatable.")
 ]
-_DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print faults, victims and moments; with --run, as they are now.")
-]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print faults, victims and moments; with --run, as of now.")]
 _Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)]
 
 

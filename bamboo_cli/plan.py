@@ -163,7 +163,7 @@ def _print_faults(faults: Sequence[Fault], job: Job, costs: Costs | None) -> Non
     if not job.has_steps:
         echo(f"{NOT_COUNTED}, and no fault is checked against it")
     if costs is None:
-        echo("the model itself is not built here: a run checks its number of layers, and --build shows them")
+        echo("the model is not built in a dry run; --build builds it and shows its layers")
     else:
         _print_layers(job, costs)
 
@@ -208,10 +208,8 @@ def _redundancy_line(job: Job, ownership: Ownership) -> str:
     shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
     if not any(shadows.values()):
         return f"redundancy {job.redundancy}: no worker shadows a {job.slot_noun}"
-    texts = ", ".join(
-        f"{job.slot_noun} {stage}{f'@{pipeline}' if pipeline else ''} on {numbered('worker', line, ' and ')}"
-        for (pipeline, stage), line in shadows.items()
-    )
+    named = {slot: f"{job.slot_noun} {slot[1]}{f'@{slot[0]}' if slot[0] else ''}" for slot in shadows}
+    texts = ", ".join(f"{named[slot]} on {numbered('worker', line, ' and ')}" for slot, line in shadows.items())
     note = " (redundant forwards in brackets)" if job.redundancy == "eager" else ""
     if lazy := _left_lazy(job, ownership):
         slots = f"{job.slot_noun}{'s' if len(lazy) > 1 else ''} {slots_text(lazy, job.pipelines > 1, {})}"

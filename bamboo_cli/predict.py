@@ -91,7 +91,7 @@ def predict(
         raise UserError(problems)
     of_outputs = dims_for(output, dims)
     if input_file is not None and samples:
-        raise UserError([Problem("--samples", "no name beside --input", repr(samples))])
+        raise UserError([Problem("--samples", "no name with --input", repr(samples))])
     source = {"file": str(input_file.absolute())} if input_file is not None else {"samples": samples}
     resolved = _resolved(values, origin, {**source, "rows": limit}, is_called=keywords)
     result = _run(resolved, tee=tee, is_announced=keywords)

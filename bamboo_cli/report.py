@@ -117,7 +117,7 @@ def _no_page(folder: RunFolder, page: Callable[[], str]) -> None:
 
 def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
     if as_json and form not in (None, Format.JSON):
-        raise UserError([Problem("--json", "no other --format beside it", f"--format {form}")])
+        raise UserError([Problem("--json", "no other --format with it", f"--format {form}")])
     if form is Format.PARQUET and output is None:
         raise UserError([Problem("--format parquet", "--output FILE")])
     return Format.JSON if as_json else form or Format.TERMINAL

@@ -23,7 +23,7 @@ from engine.files.jobs.resolved_job import ResolvedJob
 if TYPE_CHECKING:
     from engine.core.job.job import Job
     from engine.core.job.schedule_comparison import ScheduleComparison
-    from engine.core.program.schedule_search import Profile, Searched
+    from engine.core.program.schedule_search import Profile, SearchResult
 
 schedule = typer.Typer(
     no_args_is_help=True,
@@ -236,7 +236,7 @@ def search(
         echo(f"next: bamboo run --schedule {output} {flags}")
 
 
-def _print_search(job: Job, result: Searched, unit: str) -> None:
+def _print_search(job: Job, result: SearchResult, unit: str) -> None:
     from bamboo_cli.tables import print_table, say
 
     say(
@@ -308,7 +308,7 @@ def _read(path: Path) -> str:
             raise UserError([Problem("--program", "a CSV file", str(path))])
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or "" if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror or "" if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError([Problem("--program", "a readable CSV file", str(path), reason)]) from error
 
 
@@ -325,7 +325,7 @@ def use(
     results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = Path("results"),
     as_json: AsJson = False,
 ) -> None:
-    """Let a run that goes on use another schedule from the next step boundary on; its bits stay the same."""
+    """Let a live run use another schedule from the next step boundary on; its bits stay the same."""
     from engine.harness.use_schedule import use_schedule
 
     folder, epoch, step = use_schedule(results, run, name)

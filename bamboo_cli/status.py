@@ -148,7 +148,7 @@ class Reader:
 
     @property
     def elsewhere(self) -> str:
-        """The words that tell where more is known: other hosts may go on with a run on several hosts."""
+        """The words that tell where more is known: other hosts may continue a run on several hosts."""
         from engine.core.history.process_records import HostRecord
 
         host = self._events.read_on().first(HostRecord) if self._events is not None else None

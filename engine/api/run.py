@@ -381,7 +381,7 @@ class TrainingRun:
 
         Raises:
             BambooError: the run ended with another exit code than 0, unless `check` is false; the class tells why.
-            TimeoutError: the run goes on after `timeout_s`.
+            TimeoutError: the run continues after `timeout_s`.
         """
         try:
             has_ended = self._child.wait(timeout_s)

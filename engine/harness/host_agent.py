@@ -44,7 +44,7 @@ from engine.core.kv import KV, Lease
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE, CoordinatorState
-from engine.core.protocol.succession import begins_again, last_number, succession
+from engine.core.protocol.succession import last_number, restarts_all, succession
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.host_facts import host_facts, host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
@@ -420,7 +420,7 @@ def take_over(
     with stream(), _served(workers):
         wait_for_words(away.values())
         for name, spawner in away.items():
-            if not spawner.has_said.is_set():
+            if not spawner.resent.is_set():
                 servers.lose(name, f"it did not connect to host {chosen.name}, which coordinates now")
         try:
             inherited = _inherited(at, before, away, servers, workers, own_place[0].path)
@@ -434,8 +434,8 @@ def take_over(
 def wait_for_words(away: Collection[RemoteSpawner], patience_s: float = _COME_S) -> None:
     """Waits until each host has reported. Counts looks, not time, because a suspended process receives nothing."""
     looks = round(patience_s / _LOOK_S)
-    while looks and (missing := [each for each in away if not each.has_said.is_set()]):
-        looks -= not missing[0].has_said.wait(_LOOK_S)
+    while looks and (missing := [each for each in away if not each.resent.is_set()]):
+        looks -= not missing[0].resent.wait(_LOOK_S)
 
 
 @contextlib.contextmanager
@@ -470,7 +470,7 @@ def _inherited(
     state, results = _stored_state(at), workers.heard
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
     workers.complete((spawner.told for spawner in living.values()), before.name)
-    if begins_again(state, has_results=bool(results.results.losses)):
+    if restarts_all(state, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)
         for host in away.values():

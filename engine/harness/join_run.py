@@ -73,7 +73,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
 
 
 def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]:
-    """Returns a run that goes on, and its history so far.
+    """Returns a live run, and its history so far.
 
     Raises:
         NothingMatchedError: there is no such run, or it has ended or not begun, and so `then`.
@@ -87,7 +87,7 @@ def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]
         if not history.of(JobRecord) and folder.path.name in live_runs(folder.path.parent):
             raise NothingMatchedError(f"{folder.path.name} has not begun yet, and {then}", "try it again")
         if not folder.events.exists():
-            raise NothingMatchedError(f"{run!r} is no folder of a run", _others(run, results))
+            raise NothingMatchedError(f"{run!r} is not a run folder", _others(run, results))
         raise NothingMatchedError(f"{folder.path.name} has ended, and {then}", _others(run, folder.path.parent))
     return folder, history
 

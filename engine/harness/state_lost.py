@@ -135,7 +135,7 @@ def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int, re
     """
     lost = lost_state_of(job, records)
     done = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
-    done += ", and none was kept" if num_committed and not resume else ""
+    done += ", but no checkpoint was written" if num_committed and not resume else ""
     lines = [*(f"died   {how}" for how in lost.gone.values()), f"done   {done}", f"why    {lost.why()}"]
     if lost.hangs_everywhere:
         return [*lines, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]

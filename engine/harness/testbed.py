@@ -232,7 +232,7 @@ def _piped(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 def _checked(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, check=False)
     if done.returncode:
-        raise EnvironmentLacksError(f"{' '.join(command)} has ended with {done.returncode}: {done.stderr.strip()}")
+        raise EnvironmentLacksError(f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()}")
 
 
 def _ready(starter: subprocess.Popen[bytes]) -> int:

@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused_before_anything_is_said(folder: Path) -> None
         say(folder, "--fail-if", "recovery.totl_ms.p95 > 500")
     assert not (folder / "report.html").exists()
     for form in ("csv", "terminal"):
-        with pytest.raises(UserError, match=f"--json: expected no other --format beside it, found --format {form}"):
+        with pytest.raises(UserError, match=f"--json: expected no other --format with it, found --format {form}"):
             say(folder, "--format", form, "--json")
     with pytest.raises(UserError, match="--output FILE"):
         say(folder, "--format", "parquet")

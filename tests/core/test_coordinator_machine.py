@@ -450,7 +450,7 @@ def test_a_coordinator_that_takes_over_tells_the_commit_again_and_has_the_votes_
 @pytest.mark.parametrize("facts", ["[]", "{", '{"started": 1}'])
 def test_garbage_in_the_store_is_named(facts: str) -> None:
     state = training()
-    with pytest.raises(InvariantError, match="no facts of a coordinator"):
+    with pytest.raises(InvariantError, match="invalid facts of a coordinator"):
         resume(state.job, documents(state) | {"facts": facts}, 0)
 
 

@@ -222,7 +222,7 @@ def test_hosts_with_incomplete_records_are_named_with_the_reason() -> None:
         "its events end inside of a line",
         "worker 1 could not write 3 records: No space left on device",
     )
-    assert "do not tell its end" in found.incomplete["b"][3]
+    assert "do not include its end" in found.incomplete["b"][3]
     assert found.incomplete["c"] == ("no folder of it was given",)
     assert found.incomplete["d"] == ("its records are left out: no host has recorded its clock",)
     assert "a" not in found.incomplete

@@ -17,11 +17,12 @@ from tests.core.recovery_cases import Failure, Job, hand_overs, random_history, 
 
 # In a plan these may be harmless: what is logged or sent may have been held at the start; `f` leaves no trace.
 _MAY_DO_NO_HARM = {"LOG behind COMMIT", "COMMIT at the front", "f in a whole step", "RECV_B at the front"}
-# A plan has no stream; and no W but behind an I that was run before the failure.
+# A plan has no stream and no copy to the host; and no W but behind an I that was run before the failure.
 _OF_PLANS = sorted(
     kind
     for kind in CORRUPTIONS.keys() - _MAY_DO_NO_HARM
-    if "STREAM" not in kind and kind not in ("F behind I", "I behind W", "RECV_B behind I")
+    if not {"STREAM", "OFFLOAD", "RELOAD"} & {*kind.split()}
+    and kind not in ("F behind I", "I behind W", "RECV_B behind I")
 )
 _ONE_LEFT = Ownership(Grid(2, 2), (0, 0))
 _HELD = Inventory(0, 5, ((0, 0), (0, 1)), {(0, 0): 2}, {(0, 0): 1}, values=ValueRuns((Value(Kind.RESIDUAL, 0, 0, 1),)))
@@ -81,7 +82,7 @@ def test_the_plan_of_the_cases_below_is_right() -> None:
         ("1F0", "1f0 1F0", "worker 0, position 1: 1f0: runs a forward again that has not been counted"),
         ("1F0 ", "", "worker 0, position -1: 1F0: is missing"),
         ("0f0 ", "0f0 0SEND_F0 ", "worker 0, position 1: 0SEND_F0: there is no other worker at the other end"),
-        ("1STEP", "1STEP 0STREAM0", "worker 0, position 15: 0STREAM0: is no part of the rest of the step"),
+        ("1STEP", "1STEP 0STREAM0", "worker 0, position 15: 0STREAM0: is not part of the rest of the step"),
         ("0f0 ", "", "worker 0, position 0: 1F0: requires activation of stage 0 microbatch 0, which nobody makes"),
     ],
 )

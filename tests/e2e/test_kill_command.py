@@ -99,7 +99,7 @@ def test_a_lost_stage_ends_with_one_screen(launch: Launch) -> None:
     assert done.code == 80
     assert "the state of stage 1 is lost" in done.stderr
     assert "\n  died   worker 1 (stage 1): its last action was " in done.stderr
-    assert "\n  done   steps 0 to 1 were committed, and none was kept\n" in done.stderr
+    assert "\n  done   steps 0 to 1 were committed, but no checkpoint was written\n" in done.stderr
     assert "--redundancy lazy or --pipelines 2" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -87,7 +87,10 @@ def test_a_job_file_is_named_from_the_folder_of_the_scenario() -> None:
 def test_a_whole_job_stays_as_it_is() -> None:
     Path("bamboo.yaml").write_text(JOB)
     loaded = scenario("job: {model: gpt, stages: 2}\n")
-    assert (loaded.scenario.job, loaded.job_from) == (Job(stages=2, device="cpu"), "of the scenario (gpt on auto)")
+    assert (loaded.scenario.job, loaded.job_from) == (
+        Job(stages=2, device="cpu"),
+        "the one in the scenario (gpt on auto)",
+    )
 
 
 @pytest.mark.parametrize("name", scenario_names())

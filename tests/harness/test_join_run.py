@@ -83,7 +83,7 @@ def test_a_name_that_is_like_none_brings_the_runs_that_go_on(tmp_path: Path, run
         assert (code, repr(unlike) in text) == (ExitCode.NOTHING_MATCHED, True)
     assert f"running now: {NAME}" in refused(tmp_path, "x")[1]
     assert "did you mean 'latest'?" in refused(tmp_path, "latst")[1]
-    assert "no folder of a run" in refused(tmp_path, "/")[1]
+    assert "not a run folder" in refused(tmp_path, "/")[1]
 
 
 @pytest.mark.parametrize("field", ["torch", "isa", "kernel_variables", "sources"])

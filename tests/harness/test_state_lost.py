@@ -158,7 +158,7 @@ def test_who_died_is_told_with_what_was_theirs() -> None:
     assert lines == [
         "died   worker 1 (stage 1): it had done nothing since the last commit",
         "died   worker 2 (stage 2): its last action was 2B0 of step 1",
-        "done   steps 0 to 0 were committed, and none was kept",
+        "done   steps 0 to 0 were committed, but no checkpoint was written",
         "next   there is no checkpoint to resume from: start the run again, with",
         "       --redundancy-level 2 or --pipelines 2 to survive this",
     ]

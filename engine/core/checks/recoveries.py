@@ -82,7 +82,7 @@ class StepLengths:
     _is_usual: bool = False  # the open step
 
     def begin(self, at_ns: int) -> None:
-        """Notes that training goes on; the first time, training begins."""
+        """Notes that training continues; the first time, training begins."""
         self.since_ns = at_ns if self.since_ns is None else self.since_ns
 
     def commit(self, at_ns: int, recovered: bool) -> None:

@@ -25,8 +25,8 @@ class ProcessOnHost(NamedTuple):
     ended: tuple[int, ...] = ()
 
 
-def begins_again(before: CoordinatorState | None, *, has_results: bool) -> bool:
-    """Returns whether all workers begin again with the next host; `before` is the state in the store.
+def restarts_all(before: CoordinatorState | None, *, has_results: bool) -> bool:
+    """Returns whether all workers restart with the next host; `before` is the state in the store.
 
     `has_results`: a step was committed, perhaps one that was lost since.
     """

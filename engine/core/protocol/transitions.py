@@ -31,7 +31,7 @@ from engine.core.protocol.state import (
 from engine.core.protocol.verdicts import (
     all_inventoried,
     begins_epoch,
-    gone_dark,
+    evict_suspect,
     halted,
     handed_over,
     may_restart,
@@ -341,7 +341,7 @@ def looks_at_clock(state: State, event: events.Tick) -> State:
         return nobody_died(state, now_ns, by_suspicion(state.look), f"a transfer failed at {first}")
     if edges := dark(state, now_ns):
         worker, peer = edges[0]
-        return gone_dark(
+        return evict_suspect(
             state, now_ns, by_suspicion(edges), f"what worker {peer} sent to worker {worker} has not arrived"
         )
     patience_ns, owing, failed_to = _owed(state)

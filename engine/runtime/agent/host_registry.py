@@ -358,7 +358,7 @@ class HostRegistry(HostKeys):
         return [known.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
 
     def outlived(self) -> ElectedHost | None:
-        """Returns the run that goes on without this host, which was lost and has come back; None if there is none."""
+        """Returns the run that continues without this host, which was lost and has come back; None if there is none."""
         run = self.elected()
         is_back = run is not None and self.own.name in run.hosts and self.own.incarnation not in run.incarnations
         return run if is_back else None
@@ -400,6 +400,6 @@ class HostRegistry(HostKeys):
 
 def _missing(hosts: Sequence[RegisteredHost], wanted: Sequence[str], number: int, patience_s: float) -> str:
     names = [each.name for each in hosts]
-    came = f"{len(names)} of {number} hosts came within {patience_s:g} s: {', '.join(names) or 'none'}"
+    came = f"{len(names)} of {number} hosts registered within {patience_s:g} s: {', '.join(names) or 'none'}"
     absent_names = [each for each in wanted if each not in names]
     return f"{came}; missing: {', '.join(absent_names)}" if absent_names else came
