@@ -124,11 +124,11 @@ def _size(value: Any) -> int:
 def _placeholders(value: Any, path: FieldPath, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
     """Yields the axes that a value names; appends a problem for each unknown one."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            named = each
+        for key, part in value.items():
+            named = part
             if key == SPREAD:
-                names = [f"${name}" for name in spread_axes(each)]
-                named = names if isinstance(each, (list, tuple)) else names[0]
+                names = [f"${name}" for name in spread_axes(part)]
+                named = names if isinstance(part, (list, tuple)) else names[0]
             yield from _placeholders(named, (*path, key), problems, axes)
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
