@@ -83,7 +83,7 @@ _BENCHMARKS = {
     ),
     "loggers": (
         "loggers.logger_cases",
-        "CPU time per step of the loggers prometheus and otel, against the time of a step, and of runs without them.",
+        "CPU time per step that the loggers prometheus and otel take, against the step time, and against no logger.",
     ),
     "notice": (
         "handover.notice_cases",

@@ -109,7 +109,7 @@ def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: li
     verb = "to delete" if dry_run else "deleted"
     echo(f"{verb}: {total} MiB in {counted(len(rows), 'place')}" if rows else f"nothing to delete in {str(results)!r}")
     if busy:
-        echo(f"left alone, because it goes on: {', '.join(busy)}")
+        echo(f"left alone, because it is still running: {', '.join(busy)}")
 
 
 def _mib(num_bytes: int) -> str:

@@ -97,7 +97,7 @@ def _next(folder: Path, written: Sequence[Path], ci: CiSystem, model: str) -> It
     if ci == "gitlab" and folder / INCLUDES not in written:
         yield f"include {GITLAB} in {folder / INCLUDES}"
     if {folder / WORKFLOW, folder / GITLAB} & {*written} and not reference():
-        yield "put a wheel of bamboo into wheels/, or set BAMBOO in the workflow to where pip can get it"
+        yield "put a bamboo wheel into wheels/, or set BAMBOO in the workflow to what pip should install"
     trust = " --trust-code" if not model or any(FACTORY.fullmatch(word) for word in job.split()) else ""
     matrix = f", then bamboo matrix {folder / MATRIX}{trust}" if model else ""
     yield f"bamboo inject {folder / SCENARIO}{trust}{matrix}"

@@ -216,7 +216,7 @@ def _run_to_strike(run: str, results: Path) -> RunFolder:
 
     live = live_runs(results) if run == LATEST else []
     if len(live) > 1:
-        hint = f"these go on: {', '.join(live)}"
+        hint = f"running now: {', '.join(live)}"
         raise UserError([Problem("--run", "the name of one run", f"{LATEST}, and {len(live)} runs go on", hint)])
     return find_run(results, run)
 

@@ -93,8 +93,8 @@ def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJ
     resolved, other_bits = resolve(), own_values["other_bits"]
     job = resolved.job
     if not keeps_any(job.checkpoint_every):
-        hint = "nothing is kept, so there is never anything to resume"
-        raise UserError([Problem("checkpoint_every", "checkpoints beside --resume auto", job.checkpoint_every, hint)])
+        hint = "no checkpoint is written, so there is never anything to resume"
+        raise UserError([Problem("checkpoint_every", "checkpoints with --resume auto", job.checkpoint_every, hint)])
     so_far = _found_for(job)
     if so_far.finished_by:
         _tell_complete(job, so_far, own_values)
@@ -256,7 +256,7 @@ def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[...
     if text is not None:
         return resolve_resumed(text, own_values["other_bits"], results, resolve)
     if own_values.get("other_bits"):
-        raise UserError([Problem("--other-bits", "--resume beside it"), *problems_of(resolve)])
+        raise UserError([Problem("--other-bits", "--resume with it"), *problems_of(resolve)])
     return resolve()
 
 

@@ -84,7 +84,7 @@ class WorkerOutput:
         for part in (part for line in lines for part in (_message(line) if self._is_json else (line,))):
             yield prefix + _shown(part)
         if left_out > 0:
-            yield f"{prefix}... {left_out} bytes are left out; all of them are in {path}"
+            yield f"{prefix}... {left_out} bytes are left out; the full output is in {path}"
 
 
 def _worker(path: Path) -> int:

@@ -111,7 +111,7 @@ def matrix(
     from engine.runtime.faults.registry import kinds
 
     if shard and form == "github":
-        wanted = "no part beside --format github, which lists every part"
+        wanted = "no part with --format github, which lists every part"
         raise UserError([Problem("--shard", wanted, shard, "--shards N")])
     acting = (offered if form == "text" else readable).trusting(trust_code)
     plan = read_matrix(file, kinds(), settings := [*(settings or ()), *events_setting(events_max)], acting)
@@ -197,7 +197,7 @@ def _run(
     if done:
         echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
     if plan.absent:
-        echo(f"{len(plan.absent)} combinations are no cells: there is no such action", err=True)
+        echo(f"{len(plan.absent)} combinations are left out: their action does not exist", err=True)
     expected_s = estimated(
         [each.cell.name for each in left], {**seconds, **{name: each.seconds for name, each in before.items()}}
     )

@@ -24,7 +24,7 @@ from engine.core.program.build import pairs_in
 from engine.core.program.dry_run import bubbles, dry_run, grid_lines, peak_stash
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
-from engine.core.texts import size_text
+from engine.core.texts import numbered, size_text
 
 Costs = Mapping[str, Any]  # of `layer_costs`
 _COSTS = ("layer", "name", "stage", "parameters", "MFLOP/microbatch", "memory", "output")
@@ -70,7 +70,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
         echo(line)
     echo(_redundancy_line(job, ownership))
     if job.redundancy == "eager":
-        echo(f"its redundant forwards lengthen the step by {longer:.1%} over none")
+        echo(f"redundant forwards lengthen the step by {longer:.1%}")
     of_block = " of a block" if job.blocks > 1 else ""
     echo(
         f"predicted, with backward = 2 x forward{of_block}: {run.makespan:g} units, bubble {run.bubble:.1%} of the time"
@@ -123,7 +123,7 @@ def _most_that_come(program: Program, ownership: Ownership, worker: int, residua
 def _print_tensors(rows: Sequence[Mapping[str, Any]]) -> None:
     from bamboo_cli.tables import print_table
 
-    echo("predicted tensors, without what a computation takes for itself:")
+    echo("predicted tensors, without the temporary memory of computations:")
     texts = [[str(row["worker"]), row["at"], *map(size_text, list(row.values())[2:])] for row in rows]
     print_table(tuple(rows[0]), (True, False, *[True] * (len(rows[0]) - 2)), texts)
 
@@ -163,7 +163,7 @@ def _print_faults(faults: Sequence[Fault], job: Job, costs: Costs | None) -> Non
     if not job.has_steps:
         echo(f"{NOT_COUNTED}, and no fault is checked against it")
     if costs is None:
-        echo("the model itself is not built here: a run checks its number of layers, and --build shows them")
+        echo("the model is not built in a dry run; --build builds it and shows its layers")
     else:
         _print_layers(job, costs)
 
@@ -208,10 +208,10 @@ def _redundancy_line(job: Job, ownership: Ownership) -> str:
     shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
     if not any(shadows.values()):
         return f"redundancy {job.redundancy}: no worker shadows a {job.slot_noun}"
-    named = [f"{stage}{f'@{pipeline}' if pipeline else ''}" for pipeline, stage in shadows]
-    texts = ", ".join(f"{slot}: {' '.join(map(str, line))}" for slot, line in zip(named, shadows.values(), strict=True))
-    note = " (its redundant forwards stand in brackets)" if job.redundancy == "eager" else ""
+    named = {slot: f"{job.slot_noun} {slot[1]}{f'@{slot[0]}' if slot[0] else ''}" for slot in shadows}
+    texts = ", ".join(f"{named[slot]} on {numbered('worker', line, ' and ')}" for slot, line in shadows.items())
+    note = " (redundant forwards in brackets)" if job.redundancy == "eager" else ""
     if lazy := _left_lazy(job, ownership):
         slots = f"{job.slot_noun}{'s' if len(lazy) > 1 else ''} {slots_text(lazy, job.pipelines > 1, {})}"
-        note += f"\nno redundant forwards of {slots}, which stay lazy: their input is not at hand at the shadow"
-    return f"redundancy {job.redundancy}, shadows by {job.slot_noun}: {texts}{note}"
+        note += f"\nno redundant forwards of {slots}, which stay lazy: their shadows lack the input"
+    return f"redundancy {job.redundancy}; shadows: {texts}{note}"

@@ -59,7 +59,7 @@ Dims = Annotated[
     str,
     typer.Option(
         "--dims", metavar="N,N,...", help="For each output, the dimension along which microbatches are concatenated "
-        "(its batch dimension); - leaves an output out."
+        "(its batch dimension); - drops that output."
     ),
 ]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and progress to stderr.")]
@@ -91,7 +91,7 @@ def predict(
         raise UserError(problems)
     of_outputs = dims_for(output, dims)
     if input_file is not None and samples:
-        raise UserError([Problem("--samples", "no name beside --input", repr(samples))])
+        raise UserError([Problem("--samples", "no name with --input", repr(samples))])
     source = {"file": str(input_file.absolute())} if input_file is not None else {"samples": samples}
     resolved = _resolved(values, origin, {**source, "rows": limit}, is_called=keywords)
     result = _run(resolved, tee=tee, is_announced=keywords)
@@ -117,7 +117,7 @@ def _resolved(values: JobValues, where: str, args: dict[str, Any], *, is_called:
     step = choice.origin.step
     job = replace(prediction_of(resolved.job, step, args), results=str(Path(resolved.job.results, _FOLDER)))
     refuse_other_bits(choice, job, other_bits=True)
-    echo(f"predicts with the weights after step {step} of run {choice.origin.run} ({choice.origin.place})", err=True)
+    echo(f"using the weights after step {step} of run {choice.origin.run} ({choice.origin.place})", err=True)
     # By its step: a training that goes on keeps newer ones, and workers that begin again must have the same weights.
     origin = replace(choice.origin, other_bits=True, is_named=True, monitors=NO_MONITORS)
     return replace(resolved, job=job, origin=origin)

@@ -117,7 +117,7 @@ def _no_page(folder: RunFolder, page: Callable[[], str]) -> None:
 
 def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
     if as_json and form not in (None, Format.JSON):
-        raise UserError([Problem("--json", "no other --format beside it", f"--format {form}")])
+        raise UserError([Problem("--json", "no other --format with it", f"--format {form}")])
     if form is Format.PARQUET and output is None:
         raise UserError([Problem("--format parquet", "--output FILE")])
     return Format.JSON if as_json else form or Format.TERMINAL
@@ -201,7 +201,7 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
     if form is not Format.TERMINAL or output is not None:
         write_frame(frame, form, output)
     elif table is Table.SAMPLES and frame.empty:
-        echo("no ledger: the data draws its samples without end", err=True)
+        echo("no ledger: the data source never ends", err=True)
     else:
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))

@@ -90,7 +90,7 @@ def _own(values: Mapping[str, Any], resolved: ResolvedJob | None, problems: list
         scenario = noting(told, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
         problems += with_origins(told, resolved)
     if values["build"] and not values["dry_run"]:
-        problems.append(Problem("--build", "--dry-run beside it", "--build", "a run builds its model anyway"))
+        problems.append(Problem("--build", "--dry-run with it", "--build", "a run builds its model anyway"))
     spot = values["spot"]
     grace_s = noting(problems, lambda: grace_seconds(grace_on(spot, values["grace"])))
     every, sources = values["notice_every"], (values["notice_command"], values["notice_url"])

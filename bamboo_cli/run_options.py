@@ -223,7 +223,7 @@ def asking(
     """Returns what is asked for notices, None if nothing is; raises UserError with every problem."""
     problems = [*_problems(command, url, every, in_process, spot)]
     if spot is not None and not (command is None and url is None):
-        problems.append(Problem("--spot", "no other source of notices beside it", "both"))
+        problems.append(Problem("--spot", "no other source of notices with it", "both"))
     if problems:
         raise UserError(problems)
     if spot is not None:
@@ -245,7 +245,7 @@ def _problems(
     if every is not None and (parse_duration(every) or 0) < _LEAST_NS:
         yield Problem("--notice-every", f"{DURATION_FORM}, 100ms or more", repr(every))
     if every is not None and command is None and url is None and spot is None:
-        yield Problem("--notice-every", "--notice-command or --notice-url beside it", "neither")
+        yield Problem("--notice-every", "--notice-command or --notice-url with it", "neither")
     if in_process and not (command is None and url is None and spot is None):
         name = "--notice-command" if command is not None else "--spot" if url is None else "--notice-url"
         yield Problem(name, "workers that are processes", "--in-process", "a thread gets no signal")

@@ -36,7 +36,7 @@ def print_result(result: CaseResult, resolved: ResolvedJob, as_json: bool) -> in
         pass  # the reader of the output is gone; the run folder has all of it
     except OSError as error:
         with contextlib.suppress(OSError):
-            echo(f"bamboo: output: {error.strerror or error}; all of it is in {result.folder}", err=True)
+            echo(f"bamboo: output: {error.strerror or error}; the full output is in {result.folder}", err=True)
         return code or ExitCode.STORAGE
     return code
 

@@ -23,7 +23,7 @@ from engine.files.jobs.resolved_job import ResolvedJob
 if TYPE_CHECKING:
     from engine.core.job.job import Job
     from engine.core.job.schedule_comparison import ScheduleComparison
-    from engine.core.program.schedule_search import Profile, Searched
+    from engine.core.program.schedule_search import Profile, SearchResult
 
 schedule = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +43,7 @@ _Memory = Annotated[
     float | None,
     typer.Option(
         metavar="N",
-        help="Memory limit: the most microbatches whose activations, of all its layers, a worker holds at once.",
+        help="Memory limit: how many microbatches' activations a worker may hold at once, counted over all its layers.",
         show_default="as many as the hungriest schedule",
     ),
 ]
@@ -151,7 +151,7 @@ def compare(
     weights: Weights = None,
     transfer: Transfer = 0,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="Count overlapped pairs of actions as run at the same time.")
+        bool, typer.Option("--overlap", help="Count the two actions of an overlapped pair as simultaneous.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -236,7 +236,7 @@ def search(
         echo(f"next: bamboo run --schedule {output} {flags}")
 
 
-def _print_search(job: Job, result: Searched, unit: str) -> None:
+def _print_search(job: Job, result: SearchResult, unit: str) -> None:
     from bamboo_cli.tables import print_table, say
 
     say(
@@ -308,7 +308,7 @@ def _read(path: Path) -> str:
             raise UserError([Problem("--program", "a CSV file", str(path))])
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or "" if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror or "" if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError([Problem("--program", "a readable CSV file", str(path), reason)]) from error
 
 
@@ -316,16 +316,16 @@ def _read(path: Path) -> str:
 def use(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A schedule that fits the run, or own for that of its job."),
+        typer.Argument(metavar="NAME", help="A schedule that fits the run, or own: back to the job's schedule."),
     ],
     run: Annotated[
         str,
-        typer.Option("--run", metavar="RUN", help="The name of a run that goes on.", autocompletion=completion.runs),
+        typer.Option("--run", metavar="RUN", help="Name of a live run.", autocompletion=completion.runs),
     ] = "latest",
     results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = Path("results"),
     as_json: AsJson = False,
 ) -> None:
-    """Let a run that goes on use another schedule from the next step boundary on; its bits stay the same."""
+    """Let a live run use another schedule from the next step boundary on; its bits stay the same."""
     from engine.harness.use_schedule import use_schedule
 
     folder, epoch, step = use_schedule(results, run, name)

@@ -148,13 +148,13 @@ class Reader:
 
     @property
     def elsewhere(self) -> str:
-        """The words that tell where more is known: other hosts may go on with a run on several hosts."""
+        """The words that tell where more is known: other hosts may continue a run on several hosts."""
         from engine.core.history.process_records import HostRecord
 
         host = self._events.read_on().first(HostRecord) if self._events is not None else None
         if host is None or not host.node:
             return ""
-        return f"; other hosts may go on with it: bamboo status --wait {host.run_id} --etcd HOST:PORT"
+        return f"; other hosts may continue it: bamboo status --wait {host.run_id} --etcd HOST:PORT"
 
     def _from_store(self, logs: Path, store: StoreRecord) -> RunStatus | None:
         """Returns the status in the store of a run; None, once with a reason, if it is not a store that the user named.
@@ -166,7 +166,7 @@ class Reader:
             return _status_in(store.run_id, settings)
         if not self._is_told:
             hint = "is none that --etcd or BAMBOO_ETCD names"
-            echo(f"its store is not asked: {', '.join(store.endpoints)!r} {hint}", err=True)
+            echo(f"its store was not contacted: {', '.join(store.endpoints)!r} {hint}", err=True)
         self._is_told = True
         return None
 

@@ -89,7 +89,7 @@ def headline(status: RunStatus, live: bool) -> str:
     if status.data_epoch:
         steps += f" (epoch {status.data_epoch} of {status.data_epochs} of the data)"
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
-    late = f", no word from the launcher for {status.unwritten_s:.1f} s" if _is_late(status) else ""
+    late = f", no message from the launcher for {status.unwritten_s:.1f} s" if _is_late(status) else ""
     closed = "" if status.injectable else ", takes no faults (--injectable no)"
     line = f"{status.run_id}: {status.phase}, epoch {status.epoch}, {steps}{loss}{closed}{late}"
     return line + ("" if live else " (from events)")

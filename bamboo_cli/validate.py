@@ -123,4 +123,4 @@ def _not_imported(*jobs: Job) -> str:
     from engine.models.model_registry import is_own
 
     own = dict.fromkeys(name for job in jobs for name in (job.model, job.data, job.schedule) if is_own(name))
-    return f"; did not import {', '.join(own)}" if own else ""
+    return f"; not imported: {', '.join(own)}" if own else ""

@@ -102,7 +102,7 @@ standby: a waiting worker that was started with the run.
 waiting: said of a worker that has code and data, and no slot, rank or vote; an epoch makes it a member.
 cramped: said of a waiting worker whose memory does not suffice for one slot; it waits on.
 joiner: a waiting worker that becomes a member without a failure, at a step boundary.
-next group: the members of a coming epoch and their communicator, formed while training goes on.
+next group: the members of a coming epoch and their communicator, formed while training continues.
 lease: the right to be the coordinator, which expires unless it is renewed.
 store: the key-value store with transactions that keeps the decisions of the coordinator.
 etcd: the server that serves as the store.

@@ -43,7 +43,7 @@ def predict(
     from safetensors.torch import load_file, save_file
 
     if inputs is not None and samples:
-        raise UserError([Problem("samples", "no name beside inputs", repr(samples), "", "predict()")])
+        raise UserError([Problem("samples", "no name with inputs", repr(samples), "", "predict()")])
     origin = str(run.folder) if isinstance(run, TrainingRun) else os.fspath(run)
     of_outputs = ",".join("-" if dim is None else str(dim) for dim in dims)
     keywords, folders = called_with(data, values)

@@ -106,7 +106,7 @@ class Callbacks:
         try:
             following.read_on()
         except Exception:
-            print("a callback has raised, and is called no more:", file=sys.stderr)
+            print("a callback raised, and is not called again:", file=sys.stderr)
             traceback.print_exc()
             return False
         return not following.is_over
@@ -257,7 +257,7 @@ class RunChild:
         self._process.wait()
         self._close()
         if not self._words or "outcome" not in self._words[-1]:
-            raise BambooError(f"the run ended without a word, with exit code {self._process.returncode}")
+            raise BambooError(f"the run ended without a message, with exit code {self._process.returncode}")
         return self._words[-1]
 
     def stop(self) -> None:
@@ -381,7 +381,7 @@ class TrainingRun:
 
         Raises:
             BambooError: the run ended with another exit code than 0, unless `check` is false; the class tells why.
-            TimeoutError: the run goes on after `timeout_s`.
+            TimeoutError: the run continues after `timeout_s`.
         """
         try:
             has_ended = self._child.wait(timeout_s)

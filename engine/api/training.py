@@ -198,7 +198,7 @@ def import_path(field: str, thing: object) -> str:
     module, attribute = _of_function(field, thing, name) if isinstance(name, str) else _of_object(field, thing)
     path = f"{_importable(field, thing, module)}:{attribute}"
     if not FACTORY.fullmatch(path):
-        _refuse(field, thing, f"{path!r} is no name that bamboo takes")
+        _refuse(field, thing, f"{path!r} is not a name that bamboo accepts")
     return path
 
 
@@ -237,7 +237,7 @@ def _importable(field: str, thing: object, module: str) -> str:
     if file is None or not str(file).endswith(".py"):
         _refuse(field, thing, f"it has no file that a worker could import; {_WAY_OUT}")
     if not Path(file).stem.isidentifier():
-        _refuse(field, thing, f"{Path(file).name!r} is no name of a module; {_WAY_OUT}")
+        _refuse(field, thing, f"{Path(file).name!r} is not a module name; {_WAY_OUT}")
     return Path(file).stem
 
 

@@ -92,7 +92,7 @@ def _looked_at(data: bytes) -> Message:
         kind = plain.pop("kind", None)
         made = class_of(kind)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise InvariantError(f"these bytes are no message: {data[:100]!r}") from error
+        raise InvariantError(f"these bytes are not a message: {data[:100]!r}") from error
     if made is None:
         raise InvariantError(f"no message is of the kind {kind!r:.100}")
     return value_of(plain, made, f"a message {kind!r}")

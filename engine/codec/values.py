@@ -97,7 +97,7 @@ def read(text: str | bytes, made: type[Made], called: str, *, is_whole: bool = T
     try:
         return value_of(parsed(text), made, "it", is_whole=is_whole)
     except (ValueError, RecursionError, InvariantError) as error:
-        raise InvariantError(f"this is no {called}: {error}: {text[:_MOST]!r}") from error
+        raise InvariantError(f"invalid {called}: {error}: {text[:_MOST]!r}") from error
 
 
 def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True) -> Made:

@@ -221,7 +221,7 @@ class KeptMessage(ToAgent):
 
 @message
 class UnkeptMessage(TextsToAgent):
-    """The worker cannot write its share of the checkpoint of a step; training goes on."""
+    """The worker cannot write its share of the checkpoint of a step; training continues."""
 
     step: int
     why: str

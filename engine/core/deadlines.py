@@ -59,9 +59,9 @@ class RoundTrips(NamedTuple):
         """The longest of them; None while too few are known."""
         return max(self.last_ns) if len(self.last_ns) >= _ENOUGH else None
 
-    def tells_more_than(self, told_ns: int | None) -> bool:
+    def differs_from(self, reported_ns: int | None) -> bool:
         """Returns whether the worst one differs enough from the one that was told last: by half, and 10 ms."""
         worst_ns = self.worst_ns
-        if worst_ns is None or told_ns is None:
-            return worst_ns is not told_ns and worst_ns is not None
-        return abs(worst_ns - told_ns) > max(10 * _MS, told_ns // 2)
+        if worst_ns is None or reported_ns is None:
+            return worst_ns is not reported_ns and worst_ns is not None
+        return abs(worst_ns - reported_ns) > max(10 * _MS, reported_ns // 2)

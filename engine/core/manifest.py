@@ -350,13 +350,13 @@ def _tensors_in(data: bytes) -> dict[str, StoredTensor]:
     """Returns the tensors in the bytes of a part; raises ValueError for bytes that bamboo does not write."""
     begin = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     if begin > min(len(data), _LENGTH + MOST_HEADER_BYTES):
-        raise ValueError("this is no file of a layer: its header is too long")
+        raise ValueError("this is not the file of a layer: its header is too long")
     try:
         entries = json.loads(data[_LENGTH:begin])
     except (ValueError, RecursionError) as error:
-        raise ValueError("this is no file of a layer: its header is no JSON") from error
+        raise ValueError("this is not the file of a layer: its header is not JSON") from error
     if type(entries) is not dict or header_bytes(entries) != data[:begin]:
-        raise ValueError("this is no file of a layer: its header is not the text of its values")
+        raise ValueError("this is not the file of a layer: its header is not the text of its values")
     content, tensors, spans = memoryview(data)[begin:], dict[str, StoredTensor](), []
     for name, entry in entries.items():
         dtype, shape, span = tensor_entry(name, entry)
@@ -365,10 +365,10 @@ def _tensors_in(data: bytes) -> dict[str, StoredTensor]:
     end = 0
     for first, last in sorted(spans):
         if first != end:
-            raise ValueError(f"this is no file of a layer: no tensor begins at byte {end}")
+            raise ValueError(f"this is not the file of a layer: no tensor begins at byte {end}")
         end = last
     if end != len(content):
-        raise ValueError(f"this is no file of a layer: its tensors have {end} of {len(content)} bytes")
+        raise ValueError(f"this is not the file of a layer: its tensors have {end} of {len(content)} bytes")
     return tensors
 
 
@@ -380,7 +380,7 @@ def tensor_entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int
         is_whole = all(type(each) is list and all(map(_is_count, each)) for each in (shape, span))
         if is_whole and len(span) == 2 and len(shape) <= 64 and span[0] + math.prod(shape) * size == span[1]:
             return dtype, tuple(shape), (span[0], span[1])
-    raise ValueError(f"this is no file of a layer: expected dtype, shape and place of {name!r:.80}")
+    raise ValueError(f"this is not the file of a layer: expected dtype, shape and place of {name!r:.80}")
 
 
 def _is_count(value: object) -> bool:

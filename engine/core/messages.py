@@ -29,7 +29,7 @@ class WelcomeMessage(ToWorker):
     ranks: tuple[int, ...]  # the workers in the order of the process group
     num_lines: int  # of the progress board
     faults: tuple[Plain, ...]
-    checkpoint: Plain | None = None  # a `Resumption`: training goes on after it
+    checkpoint: Plain | None = None  # a `Resumption`: training continues after it
     checkpoints: str = ""  # the folder or the URL of the checkpoints; empty if the job keeps none
     run: str = ""  # the name of its folder
     waits: bool = False  # it owns nothing, and waits until an epoch makes it a member
@@ -249,7 +249,7 @@ class StrikeMessage(ToAgent):
 
 
 @message
-class SufferedMessage(TextsToAgent):
+class FaultEffectMessage(TextsToAgent):
     """The worker has felt a fault: `how` says so in words."""
 
     fault: str

@@ -15,7 +15,7 @@ TRUST_FLAG = "--trust-code"  # the user's word that files may name code
 
 
 def pattern_error(pattern: str) -> str:
-    """Returns why a text is no regular expression; empty if it is one."""
+    """Returns why a text is not a regular expression; empty if it is one."""
     try:
         re.compile(pattern)
     except RecursionError:

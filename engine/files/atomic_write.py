@@ -191,7 +191,7 @@ def _opened(name: str | Path, flags: int, folder: int | None = None) -> int:
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return fd
 
 

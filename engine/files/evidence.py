@@ -89,7 +89,7 @@ class HashFiles:
                 if audit is not None:
                     steps.setdefault(audit.step, StepHashes()).add(audit)
                 elif (num_torn := num_torn + 1) > _MOST_TORN:
-                    raise InvariantError(f"{_MOST_TORN:,} lines before it are no records")
+                    raise InvariantError(f"{_MOST_TORN:,} lines before it are not records")
         except FileNotFoundError:
             return None
         except InvariantError as error:
@@ -106,7 +106,7 @@ def _audit(line: str) -> AuditRecord | None:
     except TornLineError:
         return None
     if not isinstance(record, AuditRecord):
-        raise InvariantError("this is no record of hashes")
+        raise InvariantError("this is not a record of hashes")
     return record
 
 
@@ -199,7 +199,7 @@ def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     if seal is not None:
         flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
     if seal is None or history.ended is None:
-        missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
+        missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not finished"
     flaws += _flaws_of_hosts(run)
     twin: RunHistory | None = None  # also if an earlier run has made the twin
     if folder.twin.events.exists():

@@ -45,9 +45,9 @@ def external_facts(folder: RunFolder) -> dict[str, Any]:
         with evidence(folder.path, folder.run_json.name) as (opened, _):
             facts = json.loads(opened.read())
     except (FileNotFoundError, ValueError, RecursionError) as error:
-        raise StorageError(f"{folder.run_json}: this is no record of a run ({type(error).__name__})") from error
+        raise StorageError(f"{folder.run_json}: this is not a record of a run ({type(error).__name__})") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("external"), dict):
-        raise StorageError(f"{folder.run_json}: this is no record of a job of another launcher")
+        raise StorageError(f"{folder.run_json}: this is not a record of a job of another launcher")
     return facts
 
 
@@ -68,7 +68,7 @@ def _events(folder: RunFolder, file: str, flaws: list[Flaw]) -> list[ExternalEve
             try:
                 events.append(_event(line))
             except (ValueError, KeyError, TypeError, RecursionError, InvariantError) as error:
-                flaws.append(Flaw(f"{file}:{number}", f"this is no event ({error})"))
+                flaws.append(Flaw(f"{file}:{number}", f"this is not an event ({error})"))
     except FileNotFoundError:
         flaws.append(Flaw(file, "it is gone"))
     flaws += broken_chain(chains, file)

@@ -85,7 +85,7 @@ def folders_of(results: Path, run: str, paths: Sequence[Path]) -> list[RunFolder
     own = list(dict.fromkeys([first.path.resolve(), *(path.resolve() for path in paths)]))
     for path in own:
         if not RunFolder(path).events.is_file():
-            raise NothingMatchedError(f"{str(path)!r} is no folder of a run: it has no events.jsonl")
+            raise NothingMatchedError(f"{str(path)!r} is not a run folder: it has no events.jsonl")
     copies = [copy for path in own for copy in kept_copies(path)]
     return [RunFolder(path) for path in dict.fromkeys([*own, *copies])]
 

@@ -126,7 +126,7 @@ def _point_latest(results: Path, target: str) -> None:
     link = results / LATEST
     if os.path.lexists(link) and not latest_name(results):
         hint = "rename it, or choose another folder with --results"
-        raise StorageError(f"{str(link)!r} is no link of bamboo's to a run, and stays as it is ({hint})")
+        raise StorageError(f"{str(link)!r} is not a link that bamboo made, and is left alone ({hint})")
     temporary = results / f".bamboo-{os.urandom(8).hex()}.tmp"
     with storage_errors("change", link):
         temporary.symlink_to(target)

@@ -57,14 +57,14 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
         say(line)
     names = [field.name for field in fields(expect)]
     if unjudged := [name for name in names if getattr(expect, name) != getattr(original, name)]:
-        say(f"not judged: {', '.join(unjudged)} (the job runs on)")
+        say(f"not judged: {', '.join(unjudged)} (the job keeps running)")
     since_ns = time.monotonic_ns()  # the events have the same clock
     request = _request(folder, loaded.faults)
     try:
         _wait(events, loaded.faults, request.name)
     except RunInterruptedError:
         strikes = "no fault strikes it" if withdraw(request) else "the faults still strike it"
-        say(f"the job runs on; {strikes}")
+        say(f"the job keeps running; {strikes}")
         raise
     except BambooError as error:
         if error.exit_code == ExitCode.INVALID_CASE:
@@ -180,7 +180,7 @@ class _Events:
         while not self._update():  # a launcher creates its folder before it writes there
             if time.monotonic() > until_s:
                 about = f"{folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
-                raise NothingMatchedError(f"{about}: see the output of its launcher, or name a run that goes on")
+                raise NothingMatchedError(f"{about}: see the output of its launcher, or name a live run")
             rest(_POLL_S)
         if self.is_over():
             raise NothingMatchedError(f"{folder.path.name} has ended: name a job that runs")

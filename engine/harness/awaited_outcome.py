@@ -71,7 +71,7 @@ def _of_folder(folder: RunFolder, run_id: str) -> HostOutcome:
                 raise _unknown("the launcher is gone and did not record the end of the run", run_id)
         if history.ended is not None:
             if history.ended.outcome == _LEFT:
-                raise _unknown("this host has left the run, which goes on without it", run_id)
+                raise _unknown("this host has left the run, which continues without it", run_id)
             return HostOutcome(history.ended.exit_code, history.ended.outcome)
         rest(_POLL_S)
 

@@ -213,6 +213,6 @@ def _run_twin(twin: Job, own: RunFolder, *, run_id: str, scribe: Scribe, say: Ca
     from engine.runtime.agent.run_state import FailoverContext
     from engine.runtime.agent.session import run_session
 
-    say("running the fault-free twin on one host, to compare the weights with")
+    say("running the fault-free twin on one host to compare weights")
     seat = FailoverContext(scribe=scribe)
     return run_session(twin, own.events, own.logs, run_id=run_id, injectable=False, seat=seat)

@@ -87,9 +87,9 @@ def record_failure(folder: RunFolder, scribe: Scribe, error: BambooError) -> Non
 
 def note_forced_end(folder: RunFolder, scribe: Scribe, number: int) -> None:
     """Records that a second signal ended the command at once."""
-    from engine.runtime.agent.run_state import telling_unwritten
+    from engine.runtime.agent.run_state import reporting_unwritten
 
-    with telling_unwritten():
+    with reporting_unwritten():
         scribe.end_by_force(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
 
 
@@ -228,7 +228,7 @@ def run_case_on(
     server: Spawner | None,
     seat: FailoverContext | None = None,
 ) -> CaseResult | None:
-    """Runs a case on the hosts of a server; returns None if this host has handed over, and the run goes on.
+    """Runs a case on the hosts of a server; returns None if this host has handed over, and the run continues.
 
     With a folder in its `seat`, this host continues what another one has begun, or starts it again.
 
@@ -350,7 +350,7 @@ def _concluded(
     else:
 
         def run_twin(twin: Job, own: RunFolder) -> Ending:
-            screen.say("running the fault-free twin, to compare the weights with")
+            screen.say("running the fault-free twin to compare weights")
             return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
 
         begun_s = time.monotonic()

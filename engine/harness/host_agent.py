@@ -44,7 +44,7 @@ from engine.core.kv import KV, Lease
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE, CoordinatorState
-from engine.core.protocol.succession import begins_again, last_number, succession
+from engine.core.protocol.succession import last_number, restarts_all, succession
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.host_facts import host_facts, host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
@@ -139,7 +139,7 @@ def run_on_hosts(
         registry.register()
         screen.say(f"host {own.name} has registered, and waits for {options.number - 1} more")
         if (run_of := registry.outlived()) is not None:
-            screen.say(f"the run goes on without host {own.name}, which was lost; its outcome is awaited")
+            screen.say(f"the run continues without host {own.name}, which was lost; its outcome is awaited")
             return HostRunEnd(registry.awaited(run_of))
         hosts = registry.gathered(options.names, options.number, patience_s)
         server = stack.enter_context(_forking(keeper, own))
@@ -220,7 +220,7 @@ def coordinate(
 
 def left(name: str) -> HostOutcome:
     """Returns the outcome on a host whose workers have handed over."""
-    return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run goes on")
+    return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run continues")
 
 
 def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:
@@ -283,7 +283,7 @@ def serve(at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Int
                         workers.lines.finish()
                     return HostRunEnd(outcome)
             if (stands := _stand(at, elected, workers)) is not None:
-                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
+                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host takes over")
                 chosen, wire_server = stands
                 stack.callback(wire_server.close)
                 stream = partial(_stream, at, chosen, workers)
@@ -416,12 +416,12 @@ def take_over(
         wire_server.admit(name, spawner.peer)
     for name, spawner in away.items():
         if not spawner.known.lease_id or name == before.name:
-            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
+            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease expired")
     with stream(), _served(workers):
         wait_for_words(away.values())
         for name, spawner in away.items():
-            if not spawner.has_said.is_set():
-                servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
+            if not spawner.resent.is_set():
+                servers.lose(name, f"it did not connect to host {chosen.name}, which coordinates now")
         try:
             inherited = _inherited(at, before, away, servers, workers, own_place[0].path)
         except BambooError as error:
@@ -434,8 +434,8 @@ def take_over(
 def wait_for_words(away: Collection[RemoteSpawner], patience_s: float = _COME_S) -> None:
     """Waits until each host has reported. Counts looks, not time, because a suspended process receives nothing."""
     looks = round(patience_s / _LOOK_S)
-    while looks and (missing := [each for each in away if not each.has_said.is_set()]):
-        looks -= not missing[0].has_said.wait(_LOOK_S)
+    while looks and (missing := [each for each in away if not each.resent.is_set()]):
+        looks -= not missing[0].resent.wait(_LOOK_S)
 
 
 @contextlib.contextmanager
@@ -470,7 +470,7 @@ def _inherited(
     state, results = _stored_state(at), workers.heard
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
     workers.complete((spawner.told for spawner in living.values()), before.name)
-    if begins_again(state, has_results=bool(results.results.losses)):
+    if restarts_all(state, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)
         for host in away.values():

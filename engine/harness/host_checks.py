@@ -79,7 +79,7 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> HostCheck:
     use = "a worker each with --device cuda, or several with --share-gpu for a test"
     no_load = f"; no load of GPUs in reports: {torch['nvml']}" if torch.get("nvml") else ""
     ways = " and ".join(torch.get("reconfigures", ()))
-    watched = f"; {ways} could form groups anew (not used yet)" if ways else ""
+    watched = f"; {ways} could form new groups (not used yet)" if ways else ""
     return HostCheck("gpu", "ok", f"{text}, NCCL {nccl}; {use}{watched}{no_load}")
 
 
@@ -92,7 +92,7 @@ def _unusable(torch: Mapping[str, Any], host: Accelerators) -> HostCheck:
         why = f"driver {host.driver}, and CUDA {host.torch_cuda} needs {needed} or newer"
         return HostCheck("gpu", "warn", f"{text}: {why}", "update the driver, or install torch for an older CUDA")
     return HostCheck(
-        "gpu", "warn", text, "install a CUDA build of torch that fits the driver; nvidia-smi tells its version"
+        "gpu", "warn", text, "install a CUDA build of torch that fits the driver; nvidia-smi shows its version"
     )
 
 
@@ -182,7 +182,7 @@ def hosts_error() -> str:
     trial = ["unshare", "--time", "--monotonic", "1", "--fork", "sh", "-c", "ip link add trial type bridge"]
     command = ["unshare", *own_namespaces(), *trial]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    return "" if done.returncode == 0 else (done.stderr.strip() or f"unshare has ended with {done.returncode}")
+    return "" if done.returncode == 0 else (done.stderr.strip() or f"unshare exited with {done.returncode}")
 
 
 def probe_folder(folder: Path) -> tuple[int, str]:

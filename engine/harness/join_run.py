@@ -73,7 +73,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
 
 
 def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]:
-    """Returns a run that goes on, and its history so far.
+    """Returns a live run, and its history so far.
 
     Raises:
         NothingMatchedError: there is no such run, or it has ended or not begun, and so `then`.
@@ -87,7 +87,7 @@ def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]
         if not history.of(JobRecord) and folder.path.name in live_runs(folder.path.parent):
             raise NothingMatchedError(f"{folder.path.name} has not begun yet, and {then}", "try it again")
         if not folder.events.exists():
-            raise NothingMatchedError(f"{run!r} is no folder of a run", _others(run, results))
+            raise NothingMatchedError(f"{run!r} is not a run folder", _others(run, results))
         raise NothingMatchedError(f"{folder.path.name} has ended, and {then}", _others(run, folder.path.parent))
     return folder, history
 
@@ -95,7 +95,7 @@ def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]
 def _others(run: str, results: Path) -> str:
     """Returns in words the live run with the nearest name, or all live runs."""
     live = live_runs(results)
-    return nearest(run, [*live, LATEST]) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
+    return nearest(run, [*live, LATEST]) or (f"running now: {', '.join(live)}" if live else "no run is live there")
 
 
 def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
@@ -167,7 +167,7 @@ class AddedWorker:
         while self.worker is None:
             yield from self._news(request)
             if self._is_over():
-                raise NothingMatchedError(f"{self.folder.path.name} has ended: name a run that goes on")
+                raise NothingMatchedError(f"{self.folder.path.name} has ended: name a live run")
             if self.worker is None and time.monotonic() > until_s:
                 text = f"{self.folder.path}: its launcher does not answer, and did not start a worker"
                 raise BambooError(text, ExitCode.NOT_RECOVERED)
@@ -190,7 +190,7 @@ class AddedWorker:
                     return
                 until_s = min(until_s, time.monotonic() + _ENDS_WITHIN_S)
             if time.monotonic() > until_s:
-                text = f"worker {self.worker} has ended with code {self._code}, and the run goes on without it"
+                text = f"worker {self.worker} exited with code {self._code}, and the run continues without it"
                 raise BambooError(text, ExitCode.NOT_RECOVERED)
             _pause(is_breakable=is_breakable)
 
@@ -216,7 +216,7 @@ class AddedWorker:
         worker = required(self.worker, "the launcher has answered")
         match record:
             case WaitingRecord(of=of, lost="") if of == worker:
-                yield self._said("waits", f"worker {worker} has code and data, and waits")
+                yield self._said("waits", f"worker {worker} has loaded code and data, and is waiting")
             case WaitingRecord(of=of, lost=lost) if of == worker:
                 yield self._said("lost", f"worker {worker} {lost}")
             case CrampedRecord(of=of, why=why) if of == worker:
@@ -228,7 +228,7 @@ class AddedWorker:
                 yield from self._of_epoch(self._members, owners)
             case ExitRecord(of=of, code=code) if of == worker:
                 self._code = code
-                yield self._said("ended", f"worker {worker} has ended with code {code}", code=code)
+                yield self._said("ended", f"worker {worker} exited with code {code}", code=code)
             case TrainingEndedRecord(outcome=outcome):
                 end = {"outcome": outcome, "exit_code": record.exit_code}
                 yield self._said("run ended", f"the run has ended: {outcome}", **end)

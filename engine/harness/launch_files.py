@@ -113,12 +113,12 @@ def submit(place: str, path: Path) -> str:
             child = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-        return f"process {child.pid} holds the connections; their words are in {log}"
+        return f"process {child.pid} holds the connections; their output is in {log}"
     try:
         result = subprocess.run(words, capture_output=True, text=True, timeout=_MOST_S, check=False)
     except subprocess.TimeoutExpired:
         raise EnvironmentLacksError(f"{words[0]} did not answer within {_MOST_S:g} s") from None
     if result.returncode:
         reason = result.stderr.strip() or result.stdout.strip()
-        raise EnvironmentLacksError(f"{words[0]} has ended with {result.returncode}: {reason}")
+        raise EnvironmentLacksError(f"{words[0]} exited with {result.returncode}: {reason}")
     return result.stdout.strip()

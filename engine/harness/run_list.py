@@ -105,7 +105,7 @@ def _verdict(history: RunHistory) -> str:
         return history.error.splitlines()[0]
     comparison = history.first(ComparisonRecord)
     if comparison is not None and comparison.difference is None:
-        return comparison.as_told
+        return comparison.unproven_text
     return str(history.first(NotComparedRecord) or "")
 
 

@@ -135,7 +135,7 @@ def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int, re
     """
     lost = lost_state_of(job, records)
     done = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
-    done += ", and none was kept" if num_committed and not resume else ""
+    done += ", but no checkpoint was written" if num_committed and not resume else ""
     lines = [*(f"died   {how}" for how in lost.gone.values()), f"done   {done}", f"why    {lost.why()}"]
     if lost.hangs_everywhere:
         return [*lines, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]
@@ -169,7 +169,7 @@ class Restarts:
         self.ladder, code = next_rung(self.ladder, None if good is None else good.step, time.monotonic_ns())
         stop = ""
         if code == ExitCode.STOPPED_RESUMABLE:
-            used = f"it has had its {counted(self.ladder.most, 'restart')} in an hour"
+            used = f"it has used its {counted(self.ladder.most, 'restart')} per hour"
             stop = used if self.ladder.most else "restarts are off"
         elif code is None and (changed := agent.checkpoints.changed_code()):
             code, stop = ExitCode.STOPPED_RESUMABLE, f"{', '.join(changed)} changed meanwhile: it would give other bits"
@@ -179,7 +179,7 @@ class Restarts:
             return None
         self.origin = good
         why = agent.node.state.reason if cause.exit_code == ExitCode.STATE_LOST else str(cause)
-        agent.run_state.note(f"{why}; training goes on from the checkpoint of step {good.step}")
+        agent.run_state.note(f"{why}; training resumes from the checkpoint of step {good.step}")
         return good
 
     def _newest_good(self, agent: Agent, before: int | None) -> Resumption | None:

@@ -232,7 +232,7 @@ def _piped(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 def _checked(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, check=False)
     if done.returncode:
-        raise EnvironmentLacksError(f"{' '.join(command)} has ended with {done.returncode}: {done.stderr.strip()}")
+        raise EnvironmentLacksError(f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()}")
 
 
 def _ready(starter: subprocess.Popen[bytes]) -> int:
@@ -240,7 +240,7 @@ def _ready(starter: subprocess.Popen[bytes]) -> int:
     output = starter.stdout
     told = output.readline() if output is not None else b""
     if told != b"ready\n":
-        raise EnvironmentLacksError(f"a namespace was not made; unshare has ended with {starter.wait(_START_S)}")
+        raise EnvironmentLacksError(f"a namespace was not made; unshare exited with {starter.wait(_START_S)}")
     pid = starter.pid
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         pid = int(children[0])
@@ -319,7 +319,7 @@ class BedEtcd:
             statuses = [answer["Status"] for answer in answers]  # without `leader` while none is elected
             if any(status.get("leader") == status["header"]["member_id"] for status in statuses):
                 return host
-        raise EnvironmentLacksError("no member of etcd leads")
+        raise EnvironmentLacksError("etcd has no leader")
 
     def lead(self, host: BedHost) -> None:
         """Lets the member on a host lead."""

@@ -278,7 +278,7 @@ def _pass_on(
     made = as_tensors(forward(*inputs[:num_own], *(travelling[name] for name in layer.takes)), layer.name)
     num_own = len(made) - len(layer.hands)
     if num_own < 1:
-        expected = f"its own outputs and behind them {', '.join(layer.hands)}"
+        expected = f"its own outputs, followed by {', '.join(layer.hands)}"
         raise TypeError(f"{layer.name}: expected {expected}, found {len(made)} tensors")
     travelling.update(zip(layer.hands, made[num_own:], strict=True))
     return (*made[:num_own], *(travelling[name] for name in leaving))

@@ -241,7 +241,7 @@ def data_problems(job: Job) -> list[Problem]:
     if entry is None and not is_own(job.model):
         return []
     if job.model == HF_MODEL and not _OF_BYTES.isdisjoint(each.name for each in offered.values()):
-        hint = "a FILE.txt as --data beside --hf is read with the tokenizer of the model"
+        hint = "a FILE.txt as --data with --hf is read with the tokenizer of the model"
         return [
             Problem("data", "tokens of the model: FILE.txt, FILE.bin or package.module:factory", repr(job.data), hint)
         ]

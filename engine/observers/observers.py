@@ -365,7 +365,7 @@ class Observers:
             ):
                 observer.is_told = True
                 why = progress.error or f"it ended with exit code {observer.process.returncode}"
-                self._say(f"logger {observer.name} has ended, training goes on: {why}; its output: {observer.log}")
+                self._say(f"logger {observer.name} has ended, training continues: {why}; its output: {observer.log}")
 
     def watching(self, show: Callable[[View], None], trains: Callable[[View], bool]) -> Callable[[View], None]:
         """Returns a function that shows a view of the run, and looks; `trains` says whether a step is committed."""

@@ -173,7 +173,7 @@ def judge_run(run: RunTables) -> tuple[ExitCode, str]:
     if judged.proof.flaws:
         return ExitCode.EXPECTATION_FAILED, f"{run.name}: {judged.damage()}"
     if judged.exit_code is None:
-        return ExitCode.NOTHING_MATCHED, f"{run.name} has no verdict: it goes on, or its launcher is gone"
+        return ExitCode.NOTHING_MATCHED, f"{run.name} has no verdict: it is still running, or its launcher is gone"
     if judged.is_interrupted:
         return ExitCode.EXPECTATION_FAILED, f"{run.name} was interrupted"
     if judged.is_unverified:

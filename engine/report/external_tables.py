@@ -59,7 +59,7 @@ class ExternalTables:
             return ExitCode.EXPECTATION_FAILED, f"{self.name}: its evidence is not complete: {self.flaws[0]}"
         outcome = self.tables["outcome"].iloc[0]
         if not self.is_over:
-            return ExitCode.NOTHING_MATCHED, f"{self.name} has no verdict: it goes on, or its launcher is gone"
+            return ExitCode.NOTHING_MATCHED, f"{self.name} has no verdict: it is still running, or its launcher is gone"
         if outcome["verdict"] == "passed":
             return ExitCode.OK, ""
         checks = self.tables["checks"]

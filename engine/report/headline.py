@@ -65,7 +65,7 @@ def _training(run: RunTables) -> str:
     if not outcome and not num_steps:
         return "No step is recorded." if run.judgement.proof.flaws else "This run has recorded nothing yet."
     if not outcome and run.goes_on:
-        return f"This run goes on: {steps} so far."
+        return f"This run is still going: {steps} so far."
     if not outcome:
         return _without_end(run, steps)
     return f"The run failed: {_cause(run)}. {sentence(steps)}"
@@ -101,14 +101,14 @@ def _deaths(recovery: pd.DataFrame) -> str:
     early = ", ".join(recovery[recovery["outcome"] == RESTARTED]["who"])
     recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
     if early and recovery.empty:
-        return f"{_lost(early)} before the first commit, and all workers were started again."
+        return f"{_lost(early)} before the first commit, and all workers were restarted."
     if late and recovery.empty:
         return f"{_lost(late)} after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]
     stalls = stalls_of(recovery if out.empty else out)
     stall = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
     if out.empty:
-        return "No worker was lost." if recovery.empty else f"No worker was lost; one link was mended; {stall}."
+        return "No worker was lost." if recovery.empty else f"No worker was lost; one link was replaced; {stall}."
     longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls and len(out) > 1 else ""
     again = out[out["rung"] == FROM_CHECKPOINT]
     if len(again) == len(out):
@@ -116,7 +116,7 @@ def _deaths(recovery: pd.DataFrame) -> str:
     if len(out) == 1:
         row = out.iloc[0]
         heirs = row["heirs"].split(", ")
-        goes_on = f"{numbered('worker', heirs)} took over" if row["heirs"] else "the others went on"
+        goes_on = f"{numbered('worker', heirs)} took over" if row["heirs"] else "the others continued"
         return f"{_lost(row['who'])} in step {row['step']}; {goes_on}; {stall}."
     num_lost = sum(len(who.split(", ")) for who in out["who"])
     others = "others took over" + ("" if again.empty else f"; {_from_checkpoints(again)}")
@@ -126,7 +126,7 @@ def _deaths(recovery: pd.DataFrame) -> str:
 def _from_checkpoints(again: pd.DataFrame) -> str:
     """Returns a clause with the steps of the checkpoints; the step of a recovery is the first that is committed."""
     place = "the checkpoint" if len(again) == 1 else "the checkpoints"
-    return f"training went on from {place} of {numbered('step', [str(step - 1) for step in again['step']])}"
+    return f"training resumed from {place} of {numbered('step', [str(step - 1) for step in again['step']])}"
 
 
 def _lost(who: str) -> str:

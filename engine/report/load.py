@@ -101,19 +101,19 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "raised": lambda record: str(record.exception.in_step(record.step)),
     "exit": how_it_ended,
     "epoch": verdict_text,
-    "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",
+    "go": lambda record: "training continues" if record.epoch > 1 else "training begins",
     "interrupt": lambda record: str(record.signal),
     "store_ended": lambda record: "the coordinator's store has ended",
-    "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
+    "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training no longer needs it",
     "stopped_early": lambda record: str(record.why),
     "cut_short": lambda record: f"after the last commit: {record.reason}",
-    "restart": lambda record: f"{record.reason}; all workers are started again",
+    "restart": lambda record: f"{record.reason}; all workers are restarted",
     "killed": lambda record: str(record.why),
-    "left_behind": lambda record: f"pid {record.child} does not end by SIGKILL",
+    "left_behind": lambda record: f"pid {record.child} survived SIGKILL",
     "failed": lambda record: str(record.error),
     "training_ended": lambda record: f"training: {record.outcome}, exit code {record.exit_code}",
     "comparing": lambda record: "comparing with the twin",
-    "comparison": lambda record: str(record.as_told),
+    "comparison": lambda record: str(record.unproven_text),
     "not_compared": str,
     "verdict": lambda record: f"{record.result}, {record.request or 'the run'}",
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
@@ -125,7 +125,7 @@ TABLES = (
     *("time", "stages", "edges"),
 )
 PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights
-_SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
+_SHARED = "Workers may have shared a GPU (--share-gpu): they take turns there, so its times say little."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,7 +276,7 @@ def _missing(history: RunHistory, unread: int) -> list[str]:
     if not gone:
         return told
     steps = sum(min(span, history.committed + 1 - first) for first in gone)
-    return [*told, f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time counts them"]
+    return [*told, f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time includes them"]
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

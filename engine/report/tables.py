@@ -248,7 +248,7 @@ _WINDOW = 10  # steps
 _EXPOSURE_COLUMNS = ["from_ms", "to_ms"]
 AFTER_END = "after the end"  # no step was left
 UNCONFIRMED = "unconfirmed"  # a fault without its sign
-RESTARTED = "restarted"  # before the first commit: all workers were started again
+RESTARTED = "restarted"  # before the first commit: all workers were restarted
 FROM_CHECKPOINT = "checkpoint"  # the rung of a recovery for which no worker held the state
 # Outcomes in which training lost no worker: each worker stayed; the run noticed the fault and ended; the worker had
 # given notice and left; training was over; no training was lost.
@@ -390,7 +390,7 @@ def _without_recovery(history: RunHistory, of_run: list[Recovery], sums: Sums) -
         yield {
             **_NO_TEXTS,
             "outcome": RESTARTED if any(each.at_ns >= end.seen_ns for each in restarts) else "not recovered",
-            "what": f"worker {end.of} was ended by {how_it_ended(end)}",
+            "what": f"worker {end.of} {'was killed' if end.code < 0 else 'ended'} ({how_it_ended(end)})",
             "who": str(end.of),
             "step": None if last is None else last.last_step,
             "last_action": "" if last is None else last.last_action,

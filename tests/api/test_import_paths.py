@@ -69,7 +69,7 @@ def test_parts_that_no_worker_could_import_are_refused_with_the_way_out() -> Non
     [
         ("/x/mine.py", None, "mine:own"),
         ("/x/mine.py", SimpleNamespace(name="package.mine"), "package.mine:own"),
-        ("/x/my-script.py", None, "is no name of a module"),
+        ("/x/my-script.py", None, "is not a module name"),
         (None, None, "it has no file that a worker could import"),
     ],
 )

@@ -65,7 +65,7 @@ def test_hf_stands_for_a_model_and_its_arguments() -> None:
     assert job.model == "engine.models.hugging_face:pretrained"
     assert job.model_args == {"path": "org/a: b", "random": True, "attention": "eager"}
     assert (job.data, job.data_args["tokenizer"]) == ("engine.models.hugging_face:text", "org/a: b")
-    with pytest.raises(UserError, match="--hf: expected no other model beside it, found 'gpt'"):
+    with pytest.raises(UserError, match="--hf: expected no other model with it, found 'gpt'"):
         invoke("run", "--hf", "gpt2", "--model", "gpt")
 
 
@@ -159,7 +159,7 @@ def test_help_imports_nothing_heavy() -> None:
     ("arguments", "told"),
     [
         (("--resume", ""), "--resume: expected auto, latest, a run, or a folder or URL of checkpoints, found ''"),
-        (("--other-bits",), "--other-bits: expected --resume beside it"),
+        (("--other-bits",), "--other-bits: expected --resume with it"),
     ],
 )
 def test_no_new_job_begins_where_a_checkpoint_was_meant(arguments: tuple[str, ...], told: str) -> None:
@@ -189,7 +189,7 @@ def test_one_line_begins_a_job_resumes_it_and_says_that_it_is_complete(tmp_path:
     assert json.loads(asked.stdout) == expected
     called = CliRunner().invoke(bamboo, [*line, "--json", "--keywords"], input="{}\n", catch_exceptions=False)
     assert [json.loads(each) for each in called.stdout.splitlines()] == [place, expected]
-    with pytest.raises(UserError, match="checkpoint_every: expected checkpoints beside --resume auto, found 0"):
+    with pytest.raises(UserError, match="checkpoint_every: expected checkpoints with --resume auto, found 0"):
         CliRunner().invoke(bamboo, [*line, "--checkpoint-every", "0"], catch_exceptions=False)
 
 

@@ -47,7 +47,7 @@ def test_a_workflow_matrix() -> None:
 
 
 def test_a_part_has_no_workflow_matrix_of_its_own() -> None:
-    with pytest.raises(UserError, match="expected no part beside --format github"):
+    with pytest.raises(UserError, match="expected no part with --format github"):
         CliRunner().invoke(
             APP, ["matrix", "matrix-smoke", "--format", "github", "--shard", "3/8"], catch_exceptions=False
         )

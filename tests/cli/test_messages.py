@@ -79,10 +79,10 @@ def test_validate_finds_modules_and_imports_none(tmp_path: Path) -> None:
         text=True,
     )
     assert done.stdout.splitlines() == [
-        "job.yaml: valid: a job: mine:small in 1 x 2 stages, 80 steps; did not import mine:small, mine:lists",
-        "s.yaml: valid: 1 fault, expects recovered; job: ./job.yaml; did not import mine:small, mine:lists; "
+        "job.yaml: valid: a job: mine:small in 1 x 2 stages, 80 steps; not imported: mine:small, mine:lists",
+        "s.yaml: valid: 1 fault, expects recovered; job: ./job.yaml; not imported: mine:small, mine:lists; "
         "to run it, pass --trust-code",
-        "m.yaml: valid: a matrix of 1 cells; job: ./job.yaml; did not import mine:small, mine:lists; "
+        "m.yaml: valid: a matrix of 1 cells; job: ./job.yaml; not imported: mine:small, mine:lists; "
         "to run it, pass --trust-code",
     ], done.stderr
 

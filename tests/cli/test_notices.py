@@ -24,7 +24,7 @@ def test_a_cloud_sets_the_address_the_interval_and_the_grace() -> None:
         assert grace_on(name, DEFAULT_GRACE) == cloud.grace
     assert grace_on("gcp", "45s") == "45s" and grace_on(None, DEFAULT_GRACE) == DEFAULT_GRACE
     assert asking(None, None, "2s", spot="azure") == CLOUDS["azure"].source._replace(every_s=2.0)
-    with pytest.raises(UserError, match="--spot: expected no other source of notices beside it"):
+    with pytest.raises(UserError, match="--spot: expected no other source of notices with it"):
         asking(None, "http://host/x", None, spot="aws")
     with pytest.raises(UserError, match="--spot: expected workers that are processes"):
         asking(None, None, None, in_process=True, spot="aws")
@@ -58,7 +58,7 @@ def test_a_url_with_a_password_is_refused_without_it() -> None:
 
 
 def test_what_would_have_no_effect_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--notice-every: expected --notice-command or --notice-url beside it"):
+    with pytest.raises(UserError, match=r"--notice-every: expected --notice-command or --notice-url with it"):
         asking(None, None, "3s")
     with pytest.raises(UserError, match=r"--notice-url: expected workers that are processes, found --in-process"):
         asking(None, "http://host/x", None, in_process=True)

@@ -21,21 +21,22 @@ from engine.runtime.stage.stage import build_layer
 from tests.kills import parse_kills
 
 SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
+SHADOWS = "shadows: stage 0 on worker 2, stage 1 on worker 0, stage 2 on worker 1"
 
 
 @pytest.mark.parametrize(
     ("job", "line"),
     [
-        (Job(**SIZES), "redundancy lazy, shadows by stage: 0: 2, 1: 0, 2: 1"),
+        (Job(**SIZES), f"redundancy lazy; {SHADOWS}"),
         (Job(**SIZES, redundancy="none"), "redundancy none: no worker shadows a stage"),
         (Job(stages=1), "redundancy lazy: no worker shadows a stage"),
         (
             Job(**SIZES, redundancy="eager"),
-            "redundancy eager, shadows by stage: 0: 2, 1: 0, 2: 1 (its redundant forwards stand in brackets)",
+            f"redundancy eager; {SHADOWS} (redundant forwards in brackets)",
         ),
         (
             Job(stages=1, pipelines=2, redundancy_level=1),
-            "redundancy lazy, shadows by stage: 0: 1, 0@1: 0",
+            "redundancy lazy; shadows: stage 0 on worker 1, stage 0@1 on worker 0",
         ),
         (
             Job(stages=1, pipelines=2, redundancy="reroute"),

@@ -49,7 +49,7 @@ def test_the_latest_run_is_told_and_its_page_written(folder: Path) -> None:
         *("what", "outcome", "step", "heirs", "stall ms", "detect ms", "agree ms", "fence ms", "regroup ms"),
         *("inventory ms", "plan ms", "replay ms", "pause ms", "redone actions", "rung"),
     ]
-    assert row.startswith("5:2: worker 2 was ended by SIGKILL")
+    assert row.startswith("5:2: worker 2 was killed (SIGKILL)")
     assert row.split()[-4:] == ["11", "24", "8", "shadow"]
     page = folder / "report.html"
     assert said.stderr.strip() == str(page)
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_does_not_read_like_a_crash(tmp_path: Path) -> None:
     job, *_ = MadeUpRun().events()
     folder = make_run(tmp_path / "results", [job | {"pid": os.getpid()}])
     with folder_used(folder):
-        assert say(folder).stdout == f"{folder.name}: This run goes on: 0 of 10 steps were committed so far.\n"
+        assert say(folder).stdout == f"{folder.name}: This run is still going: 0 of 10 steps were committed so far.\n"
     assert "The end of this run is not recorded: 0 of 10 steps were committed." in say(folder).stdout
 
 
@@ -243,7 +243,7 @@ def test_conditions_do_not_pass_a_run_that_failed_or_has_no_verdict(folder: Path
     found = say(open_end, *OVER)
     assert (found.exit_code, found.stderr.splitlines()[0]) == (
         5,
-        f"not judged: {open_end.name} has no verdict: it goes on, or its launcher is gone",
+        f"not judged: {open_end.name} has no verdict: it is still running, or its launcher is gone",
     )
     stopped = make_run(folder.parent, [*told, ended | {"outcome": "interrupted", "exit_code": 130}], hour=4)
     assert say(stopped, *OVER).exit_code == 1
@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused_before_anything_is_said(folder: Path) -> None
         say(folder, "--fail-if", "recovery.totl_ms.p95 > 500")
     assert not (folder / "report.html").exists()
     for form in ("csv", "terminal"):
-        with pytest.raises(UserError, match=f"--json: expected no other --format beside it, found --format {form}"):
+        with pytest.raises(UserError, match=f"--json: expected no other --format with it, found --format {form}"):
             say(folder, "--format", form, "--json")
     with pytest.raises(UserError, match="--output FILE"):
         say(folder, "--format", "parquet")
@@ -315,7 +315,7 @@ def test_the_events_of_a_real_recovery(tmp_path: Path) -> None:
         tables[name] = json.loads(said.stdout)
     (row,) = tables["recovery"]
     assert (row["outcome"], row["who"], row["step"], row["slots"], row["lost_steps"]) == ("recovered", "1", 3, "0.1", 0)
-    assert row["what"].startswith("3:1:B:4: worker 1 was ended by SIGKILL")
+    assert row["what"].startswith("3:1:B:4: worker 1 was killed (SIGKILL)")
     for phase in ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"):
         assert row[f"{phase}_ms"] >= 0, phase
     assert row["redone_actions"] > 0

@@ -37,7 +37,7 @@ STARTED: list[dict[str, Any]] = [
 ENDED: list[dict[str, Any]] = [
     *STARTED,
     {"event": "exit", "of": 1, "code": -9, "expected": False},
-    {"event": "failed", "error": "worker 1 was ended by SIGKILL"},
+    {"event": "failed", "error": "worker 1 was killed (SIGKILL)"},
     {"event": "ended", "outcome": "failed", "exit_code": 3},
 ]
 # Nothing listens on port 1.
@@ -66,7 +66,7 @@ def test_an_ended_run_is_told_from_its_events(tmp_path: Path) -> None:
         "     0  at work  0.0 1.0   11",
         "     1  dead     0.1 1.1   12",
         "epoch 1: every worker has joined",
-        "epoch 1: worker 1 was ended by SIGKILL",
+        "epoch 1: worker 1 was killed (SIGKILL)",
         "stages: those that a worker computes, as pipeline.stage; silent: since its last message; "
         "epoch: counts the changes of members",
     ]
@@ -170,7 +170,7 @@ def test_a_run_that_trains_is_told_from_its_events_where_its_store_is_not_asked(
         "run_id": "t",
     }
     name = make_run(tmp_path, "mlp", [STARTED[0] | {"pid": 2**22 + 1}, host, *STARTED[1:]])
-    lament(tmp_path, "last committed step 1; other hosts may go on with it: bamboo status --wait t --etcd HOST:PORT")
+    lament(tmp_path, "last committed step 1; other hosts may continue it: bamboo status --wait t --etcd HOST:PORT")
     with folder_used(tmp_path / name):
         assert say("--results", tmp_path).splitlines()[0].startswith(f"{name}: running, epoch 1, step 2 of 9")
 
@@ -262,7 +262,7 @@ def test_a_wait_for_what_cannot_come_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CoordinatorUnavailableError, match=r"did not record the end of the run$"):
         say("--wait", gone, "--results", tmp_path)
     left = make_run(tmp_path, "left", [STARTED[0], HOST, {"event": "ended", "outcome": "left", "exit_code": 0}])
-    with pytest.raises(CoordinatorUnavailableError, match=r"goes on without it; .* --wait 4711 --etcd"):
+    with pytest.raises(CoordinatorUnavailableError, match=r"continues without it; .* --wait 4711 --etcd"):
         say("--wait", left, "--results", tmp_path)
 
 

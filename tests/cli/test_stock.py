@@ -104,7 +104,7 @@ def test_a_listed_run_tells_its_verdict(tmp_path: Path) -> None:
         "",
         "weights not compared: no twin was asked for",
         "culprit failed",
-        "compared with its twin as it ended, 8 of 9 steps: no difference",
+        "compared with its twin at the end, 8 of 9 steps: no difference",
     ]
 
 

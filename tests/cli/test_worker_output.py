@@ -45,7 +45,9 @@ def test_of_a_flood_the_first_lines_are_shown_and_the_size_of_the_rest(tmp_path:
     assert all(len(block.encode()) <= 4096 for block in blocks)  # a pipe takes them whole
     first, *_, last = [line for block in blocks for line in block.split("\n")]
     assert first == "[0] line 0"
-    assert last == f"[0] ... {len(flood) - 16_384} bytes are left out; all of them are in {tmp_path / 'worker-0.log'}"
+    assert (
+        last == f"[0] ... {len(flood) - 16_384} bytes are left out; the full output is in {tmp_path / 'worker-0.log'}"
+    )
     add(tmp_path, 0, b"after\n")
     assert lines(output) == ["[0] after"]
 

@@ -174,7 +174,7 @@ SAMPLES: tuple[Record, ...] = (
     RefusedRecord(**AGENT, request="request-1.json", reason="x"),
     PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),
     PolicyRecord(**AGENT, step=9, why="x", owners=(0, 0)),
-    CrampedRecord(**AGENT, of=3, why="waits on: one block takes 2 MB, and it has 1 MB"),
+    CrampedRecord(**AGENT, of=3, why="keeps waiting: one block takes 2 MB, and it has 1 MB"),
     AddedRecord(**AGENT, request="join-1.json", of=3, joins=True),
     ComparingRecord(**AGENT),
     TwinRecord(**AGENT, losses=((0, 0.5), (1, 0.25))),

@@ -229,7 +229,7 @@ def test_the_end_without_a_worker_names_its_reason() -> None:
 
 def test_a_death_before_training_ends_the_run() -> None:
     state, outputs = given(begun(), killed(1))
-    assert outputs == (Stop("training did not recover: worker 1 was ended by SIGKILL"),)
+    assert outputs == (Stop("training did not recover: worker 1 was killed (SIGKILL)"),)
     assert step(state, heard(0, messages.ReadyMessage())) == (state, ())
 
 
@@ -237,16 +237,16 @@ def test_a_coordinator_that_takes_over_after_a_death_before_training_ends_the_ru
     decided, _ = given(begun(), killed(1))
     after = resume(decided.job, documents(decided), 5 * S)
     _, outputs = step(after, Takeover(5 * S))
-    assert outputs == (Stop("training did not recover: worker 1 was ended by SIGKILL"),)
+    assert outputs == (Stop("training did not recover: worker 1 was killed (SIGKILL)"),)
 
 
 def test_a_death_before_training_restarts_the_workers_and_forgets_what_they_said() -> None:
     state = given(restartable(begun()), heard(0, messages.ReadyMessage()))[0]
     again, outputs = given(state, killed(1))
-    why = "worker 1 was ended by SIGKILL"
+    why = "worker 1 was killed (SIGKILL)"
     assert outputs == (
         Write(RestartRecord(number=1, reason=why)),
-        Note(f"{why} before the first commit; all workers are started again (1 of at most 1)"),
+        Note(f"{why} before the first commit; all workers are restarted (1 of at most 1)"),
         Restart(),
     )
     assert given(again, killed(0), heard(2, messages.ReadyMessage()), ClockTick(9 * S))[1] == (), "they are ended"
@@ -339,7 +339,7 @@ def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
     state, outputs = given(state, ClockTick(5 * S + S // 4, {2: Place(0, "2F1")}))
     assert Kill(2) in outputs
     (note,) = [each.text for each in outputs if isinstance(each, Note)]
-    assert note.startswith("worker 2 has been silent for 5.2 s in 2F1 of step 0 and is put out; worker 1 takes over")
+    assert note.startswith("worker 2 has been silent for 5.2 s in 2F1 of step 0 and is evicted; worker 1 takes over")
 
 
 def test_a_worker_that_is_out_is_killed_until_its_end_is_seen_and_hears_the_present_epoch() -> None:
@@ -450,7 +450,7 @@ def test_a_coordinator_that_takes_over_tells_the_commit_again_and_has_the_votes_
 @pytest.mark.parametrize("facts", ["[]", "{", '{"started": 1}'])
 def test_garbage_in_the_store_is_named(facts: str) -> None:
     state = training()
-    with pytest.raises(InvariantError, match="no facts of a coordinator"):
+    with pytest.raises(InvariantError, match="invalid facts of a coordinator"):
         resume(state.job, documents(state) | {"facts": facts}, 0)
 
 

@@ -22,7 +22,7 @@ from tests.core.membership_cases import running, told
 JOB = Job(stages=3, blocks=4, elastic=True)
 SIZE = StageBytes(weights=100, whole=100, trained=100, optimizer=200, buffers=0, output=10)  # 400 for an owner
 SIZES = WorkerTimes(sizes=dict.fromkeys(range(12), SIZE))
-FULL = {3: "waits on: one block takes 0.4 kB, and it has 0.3 kB"}
+FULL = {3: "keeps waiting: one block takes 0.4 kB, and it has 0.3 kB"}
 
 
 def waits(worker: int = 3, *, joins: bool = True) -> WorkerWord[WaitingMessage]:

@@ -63,7 +63,7 @@ def test_a_resumed_run_equals_its_twin_and_its_repeated_steps_are_named() -> Non
     assert verdict.parts == (
         ("survival", "same", "the job survived: exit code 0, reached step 11, as the twin did"),
         ("steps", "same", "steps 4-6 executed twice"),
-        ("samples", "same", "the same 48 samples as the twin's, as often"),
+        ("samples", "same", "the same 48 samples as the twin's, equally often"),
         ("weights", "same", "the same bits in 12 steps up to step 11"),
         ("losses", "same", "the same in 12 steps"),
     )

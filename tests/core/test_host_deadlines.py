@@ -79,13 +79,13 @@ def test_ten_minutes_of_a_slow_network_lose_no_host() -> None:
 
 
 def test_a_record_comes_with_each_change_that_matters_and_not_with_noise() -> None:
-    assert not after(0.2, times=19).tells_more_than(None)
-    assert after(0.2).tells_more_than(None)
-    assert not after(0.3).tells_more_than(round(0.2 * MS))
-    assert not after(9.0).tells_more_than(round(0.2 * MS))
-    assert after(50.0).tells_more_than(round(0.2 * MS))
-    assert not after(60.0).tells_more_than(50 * MS)
-    assert after(20.0).tells_more_than(50 * MS)
+    assert not after(0.2, times=19).differs_from(None)
+    assert after(0.2).differs_from(None)
+    assert not after(0.3).differs_from(round(0.2 * MS))
+    assert not after(9.0).differs_from(round(0.2 * MS))
+    assert after(50.0).differs_from(round(0.2 * MS))
+    assert not after(60.0).differs_from(50 * MS)
+    assert after(20.0).differs_from(50 * MS)
 
 
 @pytest.mark.parametrize("ttl_s", [3, 5, 30])

@@ -28,15 +28,15 @@ HEARTBEAT = encode(HeartbeatMessage(1, 5, 7, True)).decode()
 SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34), 2, 10**7)
 HEADERS: list[Message] = [
     host_messages.HelloHostMessage("a", "1f", 3),
-    host_messages.HailedHostMessage(2),
+    host_messages.HelloReplyHostMessage(2),
     host_messages.ForkHostMessage(1, 0, 4),
     host_messages.ForkedHostMessage(1, 4711),
-    host_messages.UnforkedHostMessage(1, "no memory"),
+    host_messages.ForkFailedHostMessage(1, "no memory"),
     host_messages.SignalHostMessage(1, 9),
     host_messages.EndedHostMessage(1, -9),
     host_messages.SignsHostMessage(4, 5, (SIGN,)),
     host_messages.TickHostMessage(9, 10, (11, 12)),
-    host_messages.HoldsHostMessage(((1, 0, 4711),), 12),
+    host_messages.ProcessesHostMessage(((1, 0, 4711),), 12),
     host_messages.LeavesHostMessage(),
     host_messages.OutcomeHostMessage(3, "failed: a\nb"),
 ]
@@ -50,17 +50,17 @@ def test_a_frame_travels(header: Message) -> None:
 def test_a_control_message_travels_behind_its_header() -> None:
     packet = encode(KeyMessage(3, "group/0", "a\nb"))
     for header in (
-        host_messages.WordsHostMessage(7),
-        host_messages.HeardHostMessage(12),
-        host_messages.ToldHostMessage(12),
-        host_messages.TaughtHostMessage(),
+        host_messages.ControlHostMessage(7),
+        host_messages.DecisionHostMessage(12),
+        host_messages.PastDecisionHostMessage(12),
+        host_messages.PastControlHostMessage(),
     ):
         assert read_frame(frame(header, packet)) == (header, packet)
     assert read_frame(frame(HEADERS[7]))[0].signs[0] == SIGN  # type: ignore[attr-defined]
 
 
 def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() -> None:
-    header = host_messages.WordsHostMessage(10**9)
+    header = host_messages.ControlHostMessage(10**9)
     assert len(frame(header, b"x" * MAX_BYTES)) <= MOST_BYTES
     with pytest.raises(InvariantError, match="too long"):
         frame(header, b"x" * MOST_BYTES)
@@ -75,8 +75,8 @@ def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() ->
         b"\n",
         b"{}",
         encode(PingMessage()),  # a message, but none between hosts
-        encode(host_messages.WordsHostMessage(1)),  # without the control message
-        encode(host_messages.HeardHostMessage(1)),  # without the line
+        encode(host_messages.ControlHostMessage(1)),  # without the control message
+        encode(host_messages.DecisionHostMessage(1)),  # without the line
         encode(host_messages.TickHostMessage(1, 2)) + b"\n{}",  # with one
         encode(host_messages.TickHostMessage(1, 2))[:-1],
         b'{"kind":"tickhost","received":"1","sent_ns":1,"heard":[]}',
@@ -94,7 +94,7 @@ def test_no_bytes_raise_another_error(data: bytes) -> None:
         read_frame(data)
 
 
-@pytest.mark.parametrize("header", [*HEADERS, host_messages.HoldsHostMessage(((1, 0, 4711), (2, 1, 4712, -9)), 0)])
+@pytest.mark.parametrize("header", [*HEADERS, host_messages.ProcessesHostMessage(((1, 0, 4711), (2, 1, 4712, -9)), 0)])
 def test_a_frame_goes_one_way(header: Message) -> None:
     ways = {read_from_host: host_messages.FromOtherHost, read_from_coordinator: host_messages.ToOtherHost}
     for read, of in ways.items():
@@ -106,7 +106,7 @@ def test_a_frame_goes_one_way(header: Message) -> None:
 
 
 def test_words_of_workers_and_to_them_go_both_ways() -> None:
-    header, packet = host_messages.WordsHostMessage(1), encode(KeyMessage(3, "group/0", "a"))
+    header, packet = host_messages.ControlHostMessage(1), encode(KeyMessage(3, "group/0", "a"))
     assert read_from_host(frame(header, packet)) == read_from_coordinator(frame(header, packet)) == (header, packet)
 
 

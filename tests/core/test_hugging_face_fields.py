@@ -38,7 +38,7 @@ def test_data_of_bamboo_and_of_a_factory_stay(data: str) -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match="--hf: expected no other model beside it, found 'gpt'"):
+    with pytest.raises(UserError, match="--hf: expected no other model with it, found 'gpt'"):
         hugging_face_fields("gpt2", False, {"model": "gpt"})
-    with pytest.raises(UserError, match="--hf-random: expected --hf ID_OR_FOLDER beside it"):
+    with pytest.raises(UserError, match="--hf-random: expected --hf ID_OR_FOLDER with it"):
         hugging_face_fields("", True, {})

@@ -55,7 +55,7 @@ def test_a_notice_that_nobody_can_honour_is_said_once() -> None:
     now_ns = state.membership.committed_ns
     state, outputs = given(state, Notice(now_ns, 2, S // 20))
     short = "the next step boundary is about 2.2 s away, and 0.1 s are left"
-    text = f"cannot hand over in time, and its end will be a death: {short}"
+    text = f"cannot hand over in time and will count as dead: {short}"
     assert outputs[-2:] == (Write(WayOutRecord(of=2, way="none", step=1, text=text)), Note(f"worker 2 {text}"))
     assert written(given(state, ClockTick(now_ns + S // 100))[1]) == []
 

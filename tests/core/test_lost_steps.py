@@ -1,4 +1,4 @@
-"""The records of a run that went on from a checkpoint: each step once, the lost ones told with their recovery."""
+"""The records of a run that resumed from a checkpoint: each step once, the lost ones told with their recovery."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_the_recovery_names_the_checkpoint_and_the_lost_steps() -> None:
         (recovery,) = found
         assert (recovery.rung, recovery.lost_steps, recovery.step) == ("checkpoint", 2, 3)
         assert recovery.resume_ns == 33
-        assert "went on from a checkpoint" in str(recovery)
+        assert "resumed from a checkpoint" in str(recovery)
         assert str(recovery).endswith("2 steps lost")

@@ -116,7 +116,7 @@ def test_a_job_without_a_fault() -> None:
 def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = committed(told(running(), beats(3, 1, 1, 1, 7, inside=True)))
     state = step(state, ExitSeen(30, 1, -9))
-    why = "was ended by SIGKILL, in an action of step 1"
+    why = "was killed (SIGKILL), in an action of step 1"
     out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
     assert (state.phase, state.epoch) == (Phase.FAILING_OVER, 2)
     assert (state.members, state.verdict, state.reason) == ((0, 2), (out,), f"worker 1 {why}")
@@ -181,7 +181,7 @@ def test_whatever_is_lost_after_the_last_commit_the_job_has_finished(gathering: 
     state = in_phase(Phase.DRAINING)
     state = told(state, ExitSeen(30, 1, -9)) if gathering else state._replace(shadows=((), (), ()))
     state = step(state, ExitSeen(31, 2, -9))
-    lost = "the state of stage 2 is lost in epoch {}; last committed step 0; worker 2 was ended by SIGKILL"
+    lost = "the state of stage 2 is lost in epoch {}; last committed step 0; worker 2 was killed (SIGKILL)"
     assert state.reason == lost.format(state.epoch)
     assert (state.phase, state.exit_code, state.lost_stages) == (Phase.FINISHED, 0, (2,))
 
@@ -203,7 +203,7 @@ def test_a_lost_stage_ends_the_job() -> None:
     assert state.phase is Phase.FAILING_OVER, "worker 0 has not said yet what it holds"
     end = halt(told(state, holds(32, 0, 3, "", (0, 1))))
     assert (end.epoch, end.committed, end.exit_code, end.lost_stages) == (3, 0, ExitCode.STATE_LOST, (2,))
-    why = "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was ended by SIGKILL"
+    why = "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was killed (SIGKILL)"
     assert end.reason == why
 
 
@@ -272,7 +272,7 @@ def test_a_suspicion_is_looked_into() -> None:
     state = told(state, suspects(6, 0, 1, peer=2))
     assert state.looked_ns == 5, "the look does not begin again"
     dead = told(state, ExitSeen(6, 0, -9))
-    assert dead.verdict == (excluded(0, Cause.DEATH, "was ended by SIGKILL"),)
+    assert dead.verdict == (excluded(0, Cause.DEATH, "was killed (SIGKILL)"),)
     look_ns = state.options.look_ns
     assert told(state, Tick(4 + look_ns)).epoch == 1
     state = told(state, Tick(5 + look_ns))
@@ -484,7 +484,7 @@ def test_a_death_before_training_restarts_the_workers_a_few_times(redundant: boo
     for number in (1, 2):
         state = told(state, *JOINED[:1], ExitSeen(5, 1, -9))
         assert (state.phase, state.epoch) == (Phase.RESTARTING, 0)
-        assert (state.restarts, state.reason) == (number, "worker 1 was ended by SIGKILL")
+        assert (state.restarts, state.reason) == (number, "worker 1 was killed (SIGKILL)")
         assert told(state, ExitSeen(6, 0, -9)) == state, "the others are ended"
         state = told(state, JobRestart(7))
         assert (state.phase, state.nodes, state.exited, state.epoch) == (Phase.FORMING, {}, (), 0)

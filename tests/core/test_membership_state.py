@@ -53,5 +53,5 @@ def test_times_begin_afresh(state: State) -> None:
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(InvariantError, match="no state of the membership protocol"):
+    with pytest.raises(InvariantError, match="invalid state of the membership protocol"):
         state_of(text, 0)

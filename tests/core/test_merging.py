@@ -78,7 +78,7 @@ def run_of(workers: int, draw: random.Random) -> list[StampedRecord]:
         if epoch > 1:
             out = members.pop(draw.randrange(len(members)))
             then(ExitRecord, of=out, code=-9, expected=False, seen_ns=now_ns)
-            verdict = (excluded(out, Cause.DEATH, "was ended by SIGKILL"),)
+            verdict = (excluded(out, Cause.DEATH, "was killed (SIGKILL)"),)
         told: dict[str, Any] = {"reason": "x", "planned": False, "owners": (0,), "shadows": ((),)}
         then(EpochRecord, epoch=epoch, members=tuple(members), verdict=verdict, **told)
         for phase in PHASES[:2]:
@@ -222,7 +222,7 @@ def test_hosts_with_incomplete_records_are_named_with_the_reason() -> None:
         "its events end inside of a line",
         "worker 1 could not write 3 records: No space left on device",
     )
-    assert "do not tell its end" in found.incomplete["b"][3]
+    assert "do not include its end" in found.incomplete["b"][3]
     assert found.incomplete["c"] == ("no folder of it was given",)
     assert found.incomplete["d"] == ("its records are left out: no host has recorded its clock",)
     assert "a" not in found.incomplete

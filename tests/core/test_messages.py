@@ -142,7 +142,7 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[1]", b'"ping"', b"{", b"\xff"])
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
-    with pytest.raises(InvariantError, match="these bytes are no message"):
+    with pytest.raises(InvariantError, match="these bytes are not a message"):
         decode(data)
 
 

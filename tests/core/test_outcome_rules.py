@@ -65,30 +65,30 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
             (KILL,),
             Expect(trajectory="identical"),
             {"deterministic": False},
-            "deterministic: expected true beside a comparison with a twin, found false (a run without the settings",
+            "deterministic: expected true with a comparison with a twin, found false (a run without the settings",
         ),
         ((KILL,), Expect(culprit="nobody"), {}, "expect.culprit: expected exact beside a kill, found 'nobody'"),
         (
             (KILL,),
             Expect("noticed"),
             {},
-            "expect.notice: expected one of not-finite, replicas-differ beside outcome noticed, found nothing",
+            "expect.notice: expected one of not-finite, replicas-differ with outcome noticed, found nothing",
         ),
-        ((KILL,), Expect(notice="not-finite"), {}, "expect.notice: expected outcome noticed beside it, found 'recove"),
+        ((KILL,), Expect(notice="not-finite"), {}, "expect.notice: expected outcome noticed with it, found 'recove"),
         (
             (KILL,),
             Expect("resumable"),
             {},
-            "expect.outcome: expected a job that keeps checkpoints beside it, found 'resumable' (with checkpoint_every "
+            "expect.outcome: expected a job that keeps checkpoints with it, found 'resumable' (with checkpoint_every "
             "'10m' there is no checkpoint before the end)",
         ),
         ((PAIR,), Expect("resumable"), {"checkpoint_every": "8"}, "no checkpoint before the end"),
-        ((PAIR,), Expect("resumable"), {"checkpoint_every": "2"}, "the run goes on by itself 3 times"),
+        ((PAIR,), Expect("resumable"), {"checkpoint_every": "2"}, "the run restarts by itself 3 times"),
         (
             (PAIR, wanted("n", at(1, "0F0"), "noop"), wanted("o", at(1, "0B0"), "noop")),  # of which nobody ends
             Expect("resumable"),
             {"checkpoint_every": "2"},
-            "2 workers are lost at most, and the run goes on by itself 3 times",
+            "2 workers are lost at most, and the run restarts by itself 3 times",
         ),
         ((KILL,), Expect("resumable"), {"checkpoint_every": "2", "restarts": 0}, "one worker is lost, and each"),
         ((PAIR,), RECOVERED, {"checkpoint_every": "2", "restarts": 0}, "no other worker holds stage 2"),

@@ -30,7 +30,7 @@ def test_a_group_may_have_the_rate_0_which_freezes_it() -> None:
     [
         ("weight_decay=0", "has no pattern before a colon"),
         (": lr=1", "has no pattern before a colon"),
-        ("(: lr=1", "'(' is no regular expression"),
+        ("(: lr=1", "'(' is not a regular expression"),
         ("bias:", "'' is not NAME=VALUE"),
         ("bias: lr", "'lr' is not NAME=VALUE"),
         ("bias: lr=1, lr=2", "'lr' stands twice for 'bias'"),
@@ -60,7 +60,7 @@ def test_a_list_of_a_file_is_the_same_text() -> None:
         ({"lr": 1}, "'match'"),
         ({"match": "a"}, "arguments"),
         ({"match": "a;b", "lr": 1}, r"\x3b"),
-        ({"match": "a", "x": {}}, "no value"),
+        ({"match": "a", "x": {}}, "value of an argument"),
     ],
 )
 def test_a_list_of_another_form_is_refused(group: dict[str, Any], told: str) -> None:

@@ -82,7 +82,7 @@ def test_the_plan_of_the_cases_below_is_right() -> None:
         ("1F0", "1f0 1F0", "worker 0, position 1: 1f0: runs a forward again that has not been counted"),
         ("1F0 ", "", "worker 0, position -1: 1F0: is missing"),
         ("0f0 ", "0f0 0SEND_F0 ", "worker 0, position 1: 0SEND_F0: there is no other worker at the other end"),
-        ("1STEP", "1STEP 0STREAM0", "worker 0, position 15: 0STREAM0: is no part of the rest of the step"),
+        ("1STEP", "1STEP 0STREAM0", "worker 0, position 15: 0STREAM0: is not part of the rest of the step"),
         ("0f0 ", "", "worker 0, position 0: 1F0: requires activation of stage 0 microbatch 0, which nobody makes"),
     ],
 )

@@ -51,8 +51,8 @@ def test_what_fits_together_is_identical() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (replace(ROWS[1], state="other"), "step 0, layer 1: the workers have told another hash of the weights"),
-        (replace(ROWS[1], buffers="other"), "step 0, layer 1: the workers have told another hash of the buffers"),
+        (replace(ROWS[1], state="other"), "step 0, layer 1: the workers reported another hash of the weights"),
+        (replace(ROWS[1], buffers="other"), "step 0, layer 1: the workers reported another hash of the buffers"),
         (replace(ROWS[1], loss=99.0), "events.jsonl has 1.5"),
         (replace(ROWS[1], layer=2), "step 0 has not one row for each layer"),
     ],
@@ -69,7 +69,7 @@ def test_a_loss_that_is_recorded_nowhere_is_told_in_words() -> None:
 
 
 def test_a_hash_that_no_worker_has_told_is_a_flaw_unless_another_host_has_it() -> None:
-    assert "no worker has told this hash" in proof(hashes=lambda step: StepHashes()).flaws[0].text
+    assert "no worker reported this hash" in proof(hashes=lambda step: StepHashes()).flaws[0].text
     assert proof(hashes=lambda step: StepHashes(), is_alone=False).is_whole
 
 
@@ -84,7 +84,7 @@ def test_buffers_are_those_that_the_workers_of_all_pipelines_have_told() -> None
         return [flaw.text for flaw in found if flaw.place == "trajectory.csv"]
 
     assert flaws("1") == []
-    assert flaws("2")[0] == "step 0, layer 0: the workers have told another hash of the buffers"
+    assert flaws("2")[0] == "step 0, layer 0: the workers reported another hash of the buffers"
 
 
 def test_a_second_comparison_is_a_flaw() -> None:

@@ -143,7 +143,7 @@ def test_it_reads_as_one_sentence() -> None:
     events = [*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
     (found,) = recoveries(events)
     sentence = (
-        "worker 2 was killed after 2B0 of step 3; worker 1 took over stage 2; training stalled for 80 ms, 0 steps lost"
+        "worker 2 was killed in step 3 after 2B0; worker 1 took over stage 2; training stalled for 80 ms, 0 steps lost"
     )
     assert str(found) == sentence
     events[-len(RECOVERED) - len(REPLAYED)] = epoch(1, 215, (0, 1, 1), died(2, at=Position(2, 53, waiting=True)))
@@ -172,7 +172,7 @@ def test_it_reads_as_one_sentence() -> None:
             (excluded(2, Cause.HANG, "hangs for 9 s (limit 5 s)", Position(3, 7, waiting=False)),),
             "",
             ((1, 2), 2, 1),
-            "worker 2 hangs for 9 s (limit 5 s) after 2B0 of step 3; worker 1 took over stage 2 of pipeline 1; "
+            "worker 2 hangs for 9 s (limit 5 s) in step 3 after 2B0; worker 1 took over stage 2 of pipeline 1; "
             "training stalled for 20 ms, 0 steps lost",
         ),
         (
@@ -271,11 +271,11 @@ def test_an_exception_is_the_begin_of_its_recovery() -> None:
 
 
 def test_a_last_action_that_is_known_is_told_and_no_count_of_heartbeats() -> None:
-    out = excluded(2, Cause.DEATH, "was ended by SIGKILL", Position(3, 25, True))
+    out = excluded(2, Cause.DEATH, "was killed (SIGKILL)", Position(3, 25, True))
     assert out.why.endswith("while it waited in step 3")
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, epoch(1, 215, (0, 1, 1), out), agent("go", 230, epoch=1)])
-    told = "worker 2 was ended by SIGKILL"
-    assert str(found).startswith(f"{told} after 2B0 of step 3; ")
+    told = "worker 2 was killed (SIGKILL)"
+    assert str(found).startswith(f"{told} in step 3 after 2B0; ")
     assert (found.sentences, found.as_dict()["verdict"]) == ([told], [told])
     (blind,) = recoveries([*BEGIN, *COMMITS, epoch(1, 215, (0, 1, 1), out)])
     assert blind.sentences == [f"worker 2 {out.why}"]
@@ -296,7 +296,7 @@ def test_silence_and_a_hang_begin_with_the_last_sign_of_life(cause: Cause, alive
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *late])
     assert (found.begin_ns, found.phases_ns["detect"]) == (begin * MS, (5215 - begin) * MS)
     assert found.noticed_ns == 5215 * MS  # by which a judgement from the middle of a run on takes it in
-    assert str(found).startswith("worker 2 stands still after 2B0 of step 3; worker 1 took over stage 2; ")
+    assert str(found).startswith("worker 2 stands still in step 3 after 2B0; worker 1 took over stage 2; ")
     assert str(found).endswith("; training stalled for 5.08 s, 0 steps lost")
 
 
@@ -378,7 +378,7 @@ def test_after_the_last_commit_nothing_is_left_to_recover() -> None:
     (found,) = recoveries([*BEGIN, *commits, did(2, 2, "2STEP", 201), FAULT, *RECOVERED])
     assert (found.after_end, found.step, found.heirs, found.rung) == (True, 2, (), "nothing was lost")
     assert str(found) == (
-        "worker 2 was killed after 2STEP of step 2; that was after the last commit, no step was left to recover"
+        "worker 2 was killed in step 2 after 2STEP; that was after the last commit, no step was left to recover"
     )
     assert found.pause_ns is None
 

@@ -50,7 +50,7 @@ def test_keys_say_who_owns_what_and_what_was_decided() -> None:
             WorkerStatus(1, 6, "host", (), ((0, 1),), "out", 3.0),
             WorkerStatus(2, 7, "host", ((0, 2),), (), "in", None),
         ),
-        verdicts=((1, "every worker has joined"), (2, "worker 1 was ended by SIGKILL")),
+        verdicts=((1, "every worker has joined"), (2, "worker 1 was killed (SIGKILL)")),
         unwritten_s=0.0,
     )
 
@@ -59,7 +59,7 @@ def test_ages_are_those_of_the_reading() -> None:
     """A launcher that stood still left ages of less than a second behind, and its run looked healthy."""
     found = status_of_keys("mine", keys(), NOW_NS + 6_000_000_000)
     assert (found.unwritten_s, found.workers[0].heard_s_ago) == (6.0, 6.25)
-    assert headline(found, live=True).endswith(", no word from the launcher for 6.0 s")
+    assert headline(found, live=True).endswith(", no message from the launcher for 6.0 s")
     assert "launcher" not in headline(status_of_keys("mine", keys(), NOW_NS), live=True)
 
 
@@ -180,14 +180,14 @@ def test_events_are_followed_to_the_last() -> None:
     assert going.verdicts == ((1, "every worker has joined"),)
     ends = [
         event("exit", of=1, code=-9, expected=False),
-        event("failed", error="worker 1 was ended by SIGKILL"),
+        event("failed", error="worker 1 was killed (SIGKILL)"),
         event("exit", of=0, code=-15, expected=True),
         event("ended", outcome="failed", exit_code=3),
     ]
     ended = status_of_history("mine", made_history(TRAINED + ends))
     assert (ended.phase, ended.committed) == ("failed", 2)
     assert {each.worker: each.state for each in ended.workers} == {0: "stopped", 1: "dead"}
-    assert ended.verdicts[1:] == ((1, "worker 1 was ended by SIGKILL"),)
+    assert ended.verdicts[1:] == ((1, "worker 1 was killed (SIGKILL)"),)
 
 
 def test_events_say_who_owns_what_after_a_failure() -> None:
@@ -231,7 +231,7 @@ def test_records_tell_who_waits_and_who_was_lost() -> None:
         {"event": "started", "of": worker, "child": worker + 9, "slots": []} for worker in (3, 4, 5)
     ]
     waits = [{"event": "waiting", "of": worker, "lost": ""} for worker in (3, 5)]
-    lost = [{"event": "waiting", "of": 5, "lost": "was ended by SIGKILL"}]
+    lost = [{"event": "waiting", "of": 5, "lost": "was killed (SIGKILL)"}]
     ended = [{"event": "exit", "of": 5, "code": -9, "expected": True}]
     epoch = [{"event": "epoch", "epoch": 1, "members": [0, 1, 2], "owners": [0, 1, 2], "shadows": [[], [], []]}]
     history = made_history([*started, *waits, *epoch, *lost, *ended])
@@ -243,7 +243,7 @@ def test_a_status_tells_who_waits_for_memory() -> None:
     started: list[dict[str, Any]] = [
         {"event": "started", "of": worker, "child": worker + 9, "slots": []} for worker in (3, 4, 5)
     ]
-    why = "waits on: one block takes 2 MB, and it has 1 MB"
+    why = "keeps waiting: one block takes 2 MB, and it has 1 MB"
     cramped = [{"event": "cramped", "of": worker, "why": why} for worker in (3, 4, 5)]
     later = [{"event": "cramped", "of": 4, "why": ""}, {"event": "exit", "of": 5, "code": -9, "expected": True}]
     assert status_of_history("run", made_history([*started, *cramped, *later])).policy == (f"worker 3 {why}",)
@@ -254,7 +254,7 @@ def test_workers_that_were_started_again_are_shown_once_by_their_last_process() 
     again = [
         event("exit", of=1, code=-9, expected=False, at_ns=5),
         event("epoch", epoch=2, members=[0], owners=[0, 0], verdict=[[1, "was ended", "death"]], at_ns=6),
-        event("waiting", of=1, lost="has left while it waited", at_ns=6),
+        event("waiting", of=1, lost="left while waiting", at_ns=6),
         event("exit", of=0, code=0, expected=True, at_ns=7),
         event("resumed", step=0, at_ns=8),
         event("started", of=0, child=21, slots=[[0, 0]], at_ns=9),

@@ -129,8 +129,8 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
             wanted("a", at(1, "1B0"), count=5, adjacent=True),
             "target.count: expected a whole number <= 4, found 5 (there are 4 stages in a pipeline)",
         ),
-        (wanted("a", at(1, "1B0"), adjacent=True), "target.adjacent: expected a count of 2 or more beside it"),
-        (wanted("a", at(1, "1B0"), count=2, worker=1), "target.count: expected 1 beside a worker or such a role"),
+        (wanted("a", at(1, "1B0"), adjacent=True), "target.adjacent: expected a count of 2 or more with it"),
+        (wanted("a", at(1, "1B0"), count=2, worker=1), "target.count: expected 1 with a worker or such a role"),
         (
             wanted("a", Every(2, 2), worker=1),
             "target: expected role random or a slot with `every`, found a worker (a worker dies but once)",

@@ -16,7 +16,7 @@ from engine.core.program.dry_run import dry_run, peak_stash
 from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedule_csv import rows_to_csv
-from engine.core.program.schedule_search import Profile, Searched, Shape, even_profile, length_of, search, searched
+from engine.core.program.schedule_search import Profile, SearchResult, Shape, even_profile, length_of, search, searched
 
 SHAPES = [(2, 1, 3), (3, 1, 6), (4, 1, 8), (4, 2, 8), (2, 3, 5), (8, 1, 16)]  # P, V, M
 FEW = 50_000  # actions of the lists that are tried
@@ -41,7 +41,7 @@ def cases(shapes: list[tuple[int, int, int]], seeds: int) -> Iterator[tuple[int,
         yield p, v, m, drawn(p * v, [*SPREADS.values()][seed % 3], draw), draw.choice([None, 1, p / 2 + 1, p])
 
 
-def best_named(found: Searched) -> float:
+def best_named(found: SearchResult) -> float:
     return min((row.length for row in found.rows if row.fits and row.schedule != "found"), default=inf)
 
 

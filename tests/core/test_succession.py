@@ -16,7 +16,7 @@ from engine.core.protocol.events import ExitSeen, LeaseExpired, Takeover
 from engine.core.protocol.inputs_outputs import Tell, Write, recorded_first
 from engine.core.protocol.membership import step
 from engine.core.protocol.state import Phase
-from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
+from engine.core.protocol.succession import ProcessOnHost, last_number, restarts_all, succession
 from tests.core.coordinator_cases import begun, committed, training
 
 EXCLUDED = Exclusion(6, "was lost", Cause.DEATH)
@@ -60,8 +60,8 @@ def test_a_worker_whose_end_is_known_needs_no_process() -> None:
     ids=["no state", "before training", "in the first step", "after a commit"],
 )
 def test_all_workers_begin_again_before_the_first_commit(state: CoordinatorState | None, is_so: bool) -> None:
-    assert begins_again(state, has_results=False) is is_so
-    assert not begins_again(state, has_results=True)
+    assert restarts_all(state, has_results=False) is is_so
+    assert not restarts_all(state, has_results=True)
 
 
 def test_a_run_that_was_to_go_on_after_a_checkpoint_is_not_taken_over() -> None:

@@ -184,7 +184,7 @@ def test_only_float16_is_scaled() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"scaler_args": {"init_scale": 2}}, "scaler_args.init_scale: expected dtype float16 beside it, found float32"),
+        ({"scaler_args": {"init_scale": 2}}, "scaler_args.init_scale: expected dtype float16 with it, found float32"),
         (
             {"dtype": "float16", "scaler_args": {"interval": 2}},
             "scaler_args.interval: expected one of backoff_factor, ",

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.hosts.ends import unheard
+from engine.core.hosts.ends import missing_decisions
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -24,12 +24,12 @@ def test_any_host_that_is_left_gets_all_that_one_of_them_has_heard(seed: int) ->
         said = chance.randint(0, len(known[heir]))  # a decision may come to the heir after it stood for election
         told = [dict(enumerate(lines[said:], said)) for name, lines in known.items() if name != heir]
         longest = max(known.values(), key=len)
-        known[heir] += unheard(len(known[heir]), told)
+        known[heir] += missing_decisions(len(known[heir]), told)
         assert known[heir] == longest
         made = known.pop(heir)  # it tells the others what they lack, and is lost later
 
 
 def test_hosts_that_contradict_each_other_are_a_bug() -> None:
-    assert unheard(1, [{0: "a", 1: "b"}, {1: "b", 2: "c", 4: "e"}]) == ("b", "c")
+    assert missing_decisions(1, [{0: "a", 1: "b"}, {1: "b", 2: "c", 4: "e"}]) == ("b", "c")
     with pytest.raises(InvariantError, match="number 1"):
-        unheard(0, [{1: "b"}, {1: "x"}])
+        missing_decisions(0, [{1: "b"}, {1: "x"}])

@@ -47,7 +47,7 @@ def _called(command: list[str], folder: Path) -> None:
     except subprocess.TimeoutExpired:
         raise NoPackagesError(f"{' '.join(command[:2])} did not end within {_MOST_S:g} s") from None
     if done.returncode:
-        raise NoPackagesError(f"{' '.join(command[:2])} has ended with {done.returncode}: {done.stderr.strip()}")
+        raise NoPackagesError(f"{' '.join(command[:2])} exited with {done.returncode}: {done.stderr.strip()}")
 
 
 def laid_over(root: Path) -> list[str]:

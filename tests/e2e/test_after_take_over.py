@@ -84,8 +84,8 @@ def test_a_notice_to_the_heir_while_it_takes_over_hands_on_the_run(hosts: Hosts,
     bed = hosts(job, "model stages steps microbatches")
     first, others = bed.chief, [*bed.others.values()]
     kill(first)
-    others[0].wait_until(lambda: any("goes on with it" in each.stderr() for each in others))
-    heir = next(each for each in others if "goes on with it" in each.stderr())
+    others[0].wait_until(lambda: any("this host takes over" in each.stderr() for each in others))
+    heir = next(each for each in others if "this host takes over" in each.stderr())
     heir.interrupt(signal.SIGTERM)
     (last,) = (each for each in others if each is not heir)
     assert heir.wait().code == 0, heir.stderr()
@@ -95,7 +95,7 @@ def test_a_notice_to_the_heir_while_it_takes_over_hands_on_the_run(hosts: Hosts,
 
 @pytest.mark.parametrize("takes_over", [False, True], ids=["serves", "takes over"])
 def test_a_second_sigterm_kills_the_workers_of_that_host(hosts: Hosts, train: Train, takes_over: bool) -> None:
-    """Its workers stand still, so no notice reaches them; the run goes on without them."""
+    """Its workers stand still, so no notice reaches them; the run continues without them."""
     job = replace(MLP, steps=200)
     bed = hosts(job, "model stages steps microbatches")
     first = bed.chief

@@ -208,7 +208,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(
 ) -> None:
     launcher, done = run_user_model(launch, factory, *ALONE)
     assert done.code == code
-    assert "worker 1 was ended by SIGKILL" in done.stderr
+    assert "worker 1 was killed (SIGKILL)" in done.stderr
     assert f"{culprit(launcher, 1)} wrote " in done.stderr
     assert len(launcher.events("commit")) == num_commits
     assert [event["of"] for event in launcher.events("exit") if not event["expected"]] == [1] * num_deaths
@@ -222,7 +222,7 @@ def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
     assert launcher.leftovers() == []
     assert done.code == 80
     assert "the state of stage 2 is lost in epoch 2; last committed step" in done.stderr
-    assert "worker 2 was ended by SIGKILL" in done.stderr
+    assert "worker 2 was killed (SIGKILL)" in done.stderr
     assert f"{culprit(launcher, 2)} wrote " in done.stderr
 
 

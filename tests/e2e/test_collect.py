@@ -73,7 +73,7 @@ def test_what_two_hosts_have_recorded_is_the_run(tmp_path: Path, server: ForkSer
 
 
 def _refusals(run: Path, b: Path) -> None:
-    with pytest.raises(NothingMatchedError, match="no folder of a run"):
+    with pytest.raises(NothingMatchedError, match="not a run folder"):
         collected(b, b / "steps")
     with pytest.raises(UserError, match=r"b: FOLDER: expected a folder of run '.+', found one of 'r'"):
         collected(run, b)

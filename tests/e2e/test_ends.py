@@ -185,7 +185,7 @@ def test_a_process_that_not_even_sigkill_ends_is_left_behind(
     assert ended.seconds < SOON_S
     (left,) = ended.events("left_behind")
     assert left["child"] == immortal[0].pid
-    said = f"worker 1 (pid {left['child']}) does not end by SIGKILL and is left behind"
+    said = f"worker 1 (pid {left['child']}) survived SIGKILL and is left behind"
     assert said in ended.ending.view.run_state.notes
 
 

@@ -80,7 +80,7 @@ def test_faults_of_a_scenario_strike_on_both_hosts(hosts: Hosts, tmp_path: Path)
         }
     )
     assert checks_of(bed)["trajectory"] == ("passed", "identical in 10 of 10 steps")
-    assert checks_of(bed)["precision"] == ("passed", "4 faults struck where the scenario says")
+    assert checks_of(bed)["precision"] == ("passed", "4 faults struck at the planned action")
 
 
 @pytest.mark.soak

@@ -16,7 +16,7 @@ VARYING = [
     (r"\d{8}-\d{6}-(\w+)-[0-9a-f]{4}", r"TIME-\1-HEX"),
     (r"trajectory [0-9a-f]{12}", "trajectory HASH"),
     (r"weights [0-9a-f]{12}", "weights HASH"),
-    (r"after \d\w+ of step", "after ACTION of step"),
+    (r"in step (\d+) after \d\w+", r"in step \1 after ACTION"),
     (r"\d+(?:\.\d+)? m?s\b", "DURATION"),
     (r"\d+\.\d+", "FIGURE"),
 ]

@@ -182,7 +182,7 @@ def test_results_that_freeze_in_mid_run_end_the_run_in_time(launch: Launch) -> N
     run.freeze_after("\nstep ")
     assert run.end(LIMIT_S + ENDS_S) == ExitCode.STORAGE
     assert re.search(rf"bamboo: '{run.results}/\S+' has not answered for 2 s; ", run.said), run.said
-    assert re.search(r"bamboo-scribe \(pid \d+\) does not end by SIGKILL: left behind; last committed step", run.said)
+    assert re.search(r"bamboo-scribe \(pid \d+\) survived SIGKILL: left behind; last committed step", run.said)
     assert "missing: the last records, trajectory.csv, the result in run.json, the seal" in run.said
     assert "The end of this run is not recorded" in run.report()
     history = read_history(run.results / "latest" / "events.jsonl")

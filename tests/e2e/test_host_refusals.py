@@ -44,7 +44,7 @@ def _agents(tmp_path: Path) -> Iterator[Agents]:
 def test_hosts_that_do_not_come_are_named(agents: Agents) -> None:
     done = agents.end(1, "a", "--hosts", "a,b,c", "--hosts-within", "1", "--set", "stages=3")
     assert done.code == 4
-    assert "1 of 3 hosts came within 1 s: a; missing: b, c" in done.stderr
+    assert "1 of 3 hosts registered within 1 s: a; missing: b, c" in done.stderr
 
 
 @pytest.mark.parametrize(

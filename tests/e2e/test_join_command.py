@@ -136,7 +136,7 @@ def test_after_an_interrupt_it_waits_until_its_worker_has_left_however_long_that
     add_records(folder.events, ExitRecord(of=3, code=ExitCode.LEFT_WITH_NOTICE, expected=True, seen_ns=1))
     done: Done = command.wait(60)
     assert done.code == 0, done
-    assert done.stdout.splitlines()[-2:] == ["worker 3 gets its notice", "worker 3 has ended with code 86"]
+    assert done.stdout.splitlines()[-2:] == ["worker 3 gets its notice", "worker 3 exited with code 86"]
 
 
 def test_a_second_interrupt_ends_it_without_its_worker(launch: Launch, run: Run) -> None:

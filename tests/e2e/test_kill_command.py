@@ -38,7 +38,7 @@ def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -
     assert recovery["phases_ms"].keys() == {"detect", "agree", "fence", "regroup", "inventory", "plan", "replay"}
     assert sum(recovery["phases_ms"].values()) == pytest.approx(recovery["pause_ms"], abs=0.01)
     (line,) = [line for line in done.stderr.splitlines() if line.endswith("weights identical")]
-    assert line.startswith("worker 1 was ended by SIGKILL after ")
+    assert line.startswith("worker 1 was killed (SIGKILL) after ")
     assert ", 0 steps lost, weights identical" in line
     facts = json.loads((launcher.run_folder / "run.json").read_text())
     assert facts["result"] | {"next": None} == said
@@ -99,7 +99,7 @@ def test_a_lost_stage_ends_with_one_screen(launch: Launch) -> None:
     assert done.code == 80
     assert "the state of stage 1 is lost" in done.stderr
     assert "\n  died   worker 1 (stage 1): its last action was " in done.stderr
-    assert "\n  done   steps 0 to 1 were committed, and none was kept\n" in done.stderr
+    assert "\n  done   steps 0 to 1 were committed, but no checkpoint was written\n" in done.stderr
     assert "--redundancy lazy or --pipelines 2" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -150,7 +150,7 @@ def test_some_cells_of_the_smoke_matrix(launch: Launch, text: str, num_cells: in
     cells: list[dict[str, Any]] = json.loads(done.stdout)["cells"]
     assert len(cells) == num_cells
     assert {each["result"] for each in cells} == {"passed"}
-    assert all("precision: 1 fault struck where the scenario says" in each["text"] for each in cells)
+    assert all("precision: 1 fault struck at the planned action" in each["text"] for each in cells)
     runs = launcher.folder / "results" / "matrices"
     assert [*runs.glob("*/runs/*-*")] == [], "run folders of what passed are not kept"
     assert [each for each in runs.glob("*/runs/*") if each.is_symlink()] == [], "nor a link to one that is gone"

@@ -321,7 +321,7 @@ def test_a_layer_that_ends_each_heir_in_the_same_way_is_the_cause(runs: Runs, ho
     if how in ("hang", "exit"):
         assert "look at layer 2 (after) or the loss; worker 2 (pid" in str(ending.error)
     if how == "hang":
-        note = r"worker 2 hangs for \S+ s \(limit \S+ s\) in 2F3 of step 1 and is put out; worker 1 takes over"
+        note = r"worker 2 hangs for \S+ s \(limit \S+ s\) in 2F3 of step 1 and is evicted; worker 1 takes over"
         first, *others = ending.view.run_state.notes
         assert re.fullmatch(note, first)
         assert others == ["step 0 is not kept as a checkpoint: not all of its parts were written"], "an owner hangs"

@@ -60,5 +60,5 @@ def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, s
     run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields))
     (row,) = run_of.recovery.to_dict("records")
     assert row["rung"] == "other pipeline"
-    assert row["verdict"].startswith("worker 1 was ended by SIGKILL")  # and its last action, if known
+    assert row["verdict"].startswith("worker 1 was killed (SIGKILL)")  # and its last action, if known
     assert row["heal_bytes"] > 0

@@ -1,4 +1,4 @@
-"""Deaths before the first commit: all workers are started again, three times at most, and no bit changes."""
+"""Deaths before the first commit: all workers are restarted, three times at most, and no bit changes."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_a_worker_that_dies_before_training_is_started_again(
     assert (ending.outcome, ending.exit_code, ending.error) == ("finished", 0, None)
     assert ending.view.run_state.rows == usual
     (restart,) = (each for each in events if each["event"] == "restart")
-    assert (restart["number"], restart["reason"]) == (1, f"worker {worker} was ended by SIGKILL")
-    assert f"{restart['reason']} before the first commit; all workers are started again (1 of at most 3)" in (
+    assert (restart["number"], restart["reason"]) == (1, f"worker {worker} was killed (SIGKILL)")
+    assert f"{restart['reason']} before the first commit; all workers are restarted (1 of at most 3)" in (
         ending.view.run_state.notes
     )
     assert [each["of"] for each in events if each["event"] == "started"] == [0, 1, 2] * 2
@@ -91,7 +91,7 @@ def test_the_fourth_death_before_training_ends_the_run(
     Killer(monkeypatch, StartedRecord, 1, times=9)
     ending, events = run(tmp_path, server)
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.NOT_RECOVERED)
-    assert str(ending.error).startswith("training did not recover: worker 1 was ended by SIGKILL; worker 1 (pid ")
+    assert str(ending.error).startswith("training did not recover: worker 1 was killed (SIGKILL); worker 1 (pid ")
     assert [each["number"] for each in events if each["event"] == "restart"] == [1, 2, 3]
     assert [each["of"] for each in events if each["event"] == "exit" and not each["expected"]] == [1] * 4
 
@@ -107,9 +107,9 @@ def test_a_fault_in_the_first_step_without_an_heir_counts_as_struck(launch: Laun
     launcher = launch("run", "--model", "mlp", "--stages", "2", "--steps", "2", "--redundancy", "none", "--kill", "0:1")
     done = launcher.wait()
     assert done.code == 0, done.stderr
-    assert "before the first commit; all workers are started again (1 of at most 3)" in done.stderr
+    assert "before the first commit; all workers are restarted (1 of at most 3)" in done.stderr
     assert [each["difference"] for each in launcher.events("comparison")] == [None]
     assert [each["fault"] for each in launcher.events("confirmed")] == ["0:1"]
     assert launcher.leftovers() == []
     report = launch("report", str(launcher.folder / "results" / "latest"))
-    assert "Worker 1 was lost before the first commit, and all workers were started again." in report.wait().stdout
+    assert "Worker 1 was lost before the first commit, and all workers were restarted." in report.wait().stdout

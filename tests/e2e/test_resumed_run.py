@@ -33,7 +33,7 @@ def test_lost_neighbours_cost_the_steps_behind_the_checkpoint_and_then_the_comma
     (first,) = (tmp_path / "runs").glob("2*")
     history = read_history(first / "events.jsonl")
     assert [(each.step, each.lost) for each in history.of(ResumedRecord)] == [(3, 1)]
-    assert "it has had its 1 restart in an hour" in ended.stderr
+    assert "it has used its 1 restart per hour" in ended.stderr
     (command,) = {line.split("next   ")[1] for line in ended.stderr.splitlines() if "next   bamboo run" in line}
     resumed = launch(*shlex.split(command)[1:], "--json").wait()
     assert resumed.code == ExitCode.OK, resumed.stderr

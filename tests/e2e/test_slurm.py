@@ -104,7 +104,7 @@ def test_a_notice_before_the_time_limit_ends_the_run_with_its_last_commit(tmp_pa
         assert run.end() == "FAILED 143:0", run.log + bed.logs()
         assert run.outcome() == 143
         assert re.search(r"interrupted: \d+ steps .* last committed step \d+", run.log)
-        assert "and the run goes on" not in run.log
+        assert "and the run continues" not in run.log
 
 
 def test_a_task_has_a_core_for_each_worker_of_its_node(tmp_path: Path) -> None:

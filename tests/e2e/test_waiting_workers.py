@@ -95,7 +95,7 @@ def test_the_death_of_a_waiting_worker_is_no_epoch(launch: Launch) -> None:
     run.interrupt()
     assert run.wait().code == 130
     lost = [(event["of"], event["lost"]) for event in run.events("waiting") if event["lost"]]
-    assert lost == [(3, "was ended by SIGKILL"), (4, "was let go, because the run ends")]
+    assert lost == [(3, "was killed (SIGKILL)"), (4, "was released, because the run ended")]
     assert len(run.events("epoch")) == 1
     ends = {event["of"]: (event["code"], event["expected"]) for event in run.events("exit")}
     assert ends == {0: (0, True), 1: (0, True), 2: (0, True), 3: (-9, True), 4: (0, True)}
@@ -112,7 +112,7 @@ def test_a_waiting_worker_without_memory_for_a_block_waits_on(
     assert (ending.outcome, ending.error) == ("finished", None)
     assert {worker for each in events_of(events, "epoch")[1:] for worker in each["members"]} == {0, 2}
     (told,) = events_of(events, "cramped")
-    assert (told["of"], told["why"].startswith("waits on: one block takes ")) == (3, True)
+    assert (told["of"], told["why"].startswith("keeps waiting: one block takes ")) == (3, True)
     assert f"worker 3 {told['why']}" in ending.view.run_state.notes
     assert exits_of(events) == {0: 0, 1: -9, 2: 0, 3: 0}
 
@@ -155,7 +155,7 @@ def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch:
     run.interrupt(signal.SIGTERM)
     assert run.wait().code == 143
     lost = {event["of"]: event["lost"] for event in run.events("waiting") if event["lost"]}
-    assert lost == {3: "has left while it waited", 4: "was let go, because the run ends"}
+    assert lost == {3: "left while waiting", 4: "was released, because the run ended"}
     assert run.events("killed") == []
     codes = {event["of"]: event["code"] for event in run.events("exit")}
     assert (codes[3], codes[4], len(codes)) == (86, 0, 5)
@@ -175,12 +175,12 @@ def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(
         (3, "has not loaded its code and data within 600 s")
     ]
     assert [(event["of"], event["lost"]) for event in events if event["event"] == "waiting"] == [
-        (3, "was ended by SIGKILL")
+        (3, "was killed (SIGKILL)")
     ]
     given_up, lost = ending.view.run_state.notes
     assert given_up.startswith("worker 3 (pid ")
     assert ", which was no member yet, has not loaded its code and data within 600 s, and is given up; see " in given_up
-    assert lost == "worker 3, which was no member yet, was ended by SIGKILL"
+    assert lost == "worker 3, which was no member yet, was killed (SIGKILL)"
     assert len([event for event in events if event["event"] == "epoch"]) == 1
 
 

@@ -146,7 +146,7 @@ def test_a_job_begins_anew_goes_on_and_is_complete(tmp_path: Path) -> None:
     place = keep(tmp_path, OLD, (3, 5), job)
     found = find_for_job(replace(job, stages=2, lr=0.5), tmp_path, told.append)
     assert found.choice is not None and found.choice.origin.step == 5
-    with pytest.raises(UserError, match=r"lr: expected 0\.002 as in the checkpoint"):  # it does not begin anew
+    with pytest.raises(UserError, match=r"lr: expected 0\.002 as in the checkpoint"):  # it does not start over
         refuse_other_bits(found.choice, replace(job, lr=0.5), other_bits=False)
     keep(tmp_path, NEW, (8,), job, resumed=OLD)
     assert find_for_job(job, tmp_path, told.append).finished_by == NEW
@@ -155,7 +155,7 @@ def test_a_job_begins_anew_goes_on_and_is_complete(tmp_path: Path) -> None:
     assert told == []
     for each in (*place.glob("*/manifest-*"), *(tmp_path / NEW).glob("checkpoints/*/manifest-*")):
         each.write_bytes(b"")
-    with pytest.raises(StorageError, match="3 checkpoints were refused; move them away to begin anew"):
+    with pytest.raises(StorageError, match="3 checkpoints were refused; move them away to start over"):
         find_for_job(job, tmp_path, told.append)
 
 
@@ -311,7 +311,7 @@ def test_a_checkpoint_without_state_of_an_optimizer_fits_any(tmp_path: Path) -> 
     keep(tmp_path, OLD, (3,), job)
     found = find_checkpoint("latest", tmp_path, lambda line: None)
     refuse_other_bits(found, replace(job, optimizer="adamw"), other_bits=True)
-    with pytest.raises(UserError, match="--other-bits goes on all the same"):
+    with pytest.raises(UserError, match="--other-bits resumes all the same"):
         refuse_other_bits(found, replace(job, optimizer="adamw"), other_bits=False)
 
 

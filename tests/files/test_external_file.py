@@ -102,9 +102,9 @@ def test_the_schema_of_editors_knows_the_keys_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("launchers:Wrong", "launchers:Wrong is no bamboo.Launcher"),
+        ("launchers:Wrong", "launchers:Wrong is not a bamboo.Launcher"),
         ("launchers:blind", r"its blame has no group (?P<pid>...)"),
-        ("launchers:torn", "its title is no regular expression: "),
+        ("launchers:torn", "its title is not a regular expression: "),
         ("launchers:absent", "launchers:absent raises AttributeError: "),
         ("", "a package adds one by an entry point of the group bamboo.launchers"),
     ],
@@ -131,5 +131,5 @@ def test_a_launcher_of_a_package_that_cannot_be_used_says_why(
 def test_a_group_is_struck_alone() -> None:
     (fault,) = loaded("faults:\n  - {at: {step: 4, rank: 1}, target: {group: 2}, do: kill}\n").scenario.faults
     assert fault.target == ExternalTarget(group=2)
-    with pytest.raises(UserError, match=r"faults.0.target: expected a group alone, found ranks beside it"):
+    with pytest.raises(UserError, match=r"faults.0.target: expected a group alone, found ranks with it"):
         loaded("faults:\n  - {at: {step: 4}, target: {group: 2, rank: 1}, do: kill}\n")

@@ -91,7 +91,7 @@ def test_a_case_decides_what_it_says_itself(tmp_path: Path) -> None:
         ("action: [RECV_F, B]", "action: [B, BB]", "7:15: faults.0.at.action: expected one of"),
         ("step: 1", "step: 7", "14:26: faults.0.at.step: expected a step from 0 to 3, found 7"),
         ("for: 1s", "for: soon", "11:27: faults.0.for: expected a duration"),
-        ("with: $fault", "do: $fault", "14:66: cases.0.faults.0.do: expected an axis whose values are no mappings"),
+        ("with: $fault", "do: $fault", "14:66: cases.0.faults.0.do: expected an axis whose values are not mappings"),
         (
             "action: $action",
             "with: $action",

@@ -190,9 +190,7 @@ def test_the_verdict_needs_no_record_of_it(run: Path) -> None:
     (run / "events.jsonl").write_text("".join(lines[:-2]))
     add_records(run / "events.jsonl", seal_of(run), EndedRecord(outcome="finished", exit_code=0))
     (flaw,) = proof(run).flaws
-    assert (
-        str(flaw) == "events.jsonl: the comparison tells of no difference, and the hashes have a difference in step 7"
-    )
+    assert str(flaw) == "events.jsonl: the comparison reports no difference, and the hashes have a difference in step 7"
 
 
 @pytest.mark.parametrize("file", ["events.jsonl", "steps/hashes-0.jsonl"])

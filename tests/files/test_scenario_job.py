@@ -80,14 +80,17 @@ def test_a_job_file_is_named_from_the_folder_of_the_scenario() -> None:
     assert (loaded.scenario.job, loaded.job_from) == (Job(model="mlp", stages=3, steps=6, device="cpu"), "./mine.yaml")
     loaded = scenario("job: {from: ../mine.yaml, steps: 8, model_args: {width: 8}}\n")
     assert loaded.scenario.job == Job(model="mlp", stages=3, steps=8, model_args={"width": 8}, device="cpu")
-    assert loaded.job_from == "./mine.yaml (changed: steps, model_args)"
+    assert loaded.job_from == "./mine.yaml (overridden: steps, model_args)"
     assert (loaded.origins["steps"], loaded.origins["stages"]) == ("scenarios/s.yaml:4:34", "mine.yaml:2:9")
 
 
 def test_a_whole_job_stays_as_it_is() -> None:
     Path("bamboo.yaml").write_text(JOB)
     loaded = scenario("job: {model: gpt, stages: 2}\n")
-    assert (loaded.scenario.job, loaded.job_from) == (Job(stages=2, device="cpu"), "of the scenario (gpt on auto)")
+    assert (loaded.scenario.job, loaded.job_from) == (
+        Job(stages=2, device="cpu"),
+        "the one in the scenario (gpt on auto)",
+    )
 
 
 @pytest.mark.parametrize("name", scenario_names())
@@ -147,8 +150,8 @@ def test_a_matrix_has_a_job_as_a_scenario_has(head: str, job_from: str) -> None:
     assert [each.loaded.faults[0].in_words("stage") for each in found.cells] == [
         f"kill before {stages - 1}B4 of step 1"
     ] * 2
-    assert found.job_from == f"{job_from} (changed: redundancy)"
-    assert f"a matrix of 2 cells; job: {job_from} (changed: redundancy)\n" in said("validate", "scenarios/m.yaml")
+    assert found.job_from == f"{job_from} (overridden: redundancy)"
+    assert f"a matrix of 2 cells; job: {job_from} (overridden: redundancy)\n" in said("validate", "scenarios/m.yaml")
     for each in found.cells:  # as a lane gets them, in another folder
         text = json.dumps(each.cell.values)
         again = load_document(Path("elsewhere/cell.yaml"), read_text(text, "cell.yaml"), kinds())

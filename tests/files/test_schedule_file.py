@@ -66,7 +66,7 @@ def test_a_schedule_that_never_ends_is_refused(tmp_path: Path, kind: str) -> Non
         path.symlink_to("/dev/zero")
     found = own_schedule(Job(schedule=str(path)))
     assert isinstance(found, Problem)
-    assert "no regular file" in str(found)
+    assert "not a regular file" in str(found)
 
 
 def test_a_long_schedule_is_refused(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ def test_the_files_are_good_and_have_one_job(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     told = CliRunner().invoke(app, ["init", "--ci", "github"]).output
     assert told.splitlines()[:5] == [JOB, SCENARIO, MATRIX, WORKFLOW, CONSTRAINTS]
-    assert "put a wheel of bamboo into wheels/" in told  # this one is installed from a folder
+    assert "put a bamboo wheel into wheels/" in told  # this one is installed from a folder
     found = CliRunner().invoke(app, ["validate", JOB, SCENARIO, MATRIX])
     assert found.exit_code == 0, found.output
     assert found.output.splitlines() == [
         f"{JOB}: valid: a job: mlp in 1 x 3 stages, 20 steps",
-        f"{SCENARIO}: valid: 1 fault, expects recovered; job: ./bamboo.yaml (changed: steps)",
-        f"{MATRIX}: valid: a matrix of 6 cells; job: ./bamboo.yaml (changed: steps)",
+        f"{SCENARIO}: valid: 1 fault, expects recovered; job: ./bamboo.yaml (overridden: steps)",
+        f"{MATRIX}: valid: a matrix of 6 cells; job: ./bamboo.yaml (overridden: steps)",
     ]
 
 
@@ -83,7 +83,7 @@ def test_a_model_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / REQUIREMENTS).read_text().split() == ["transformers", "accelerate", "datasets"]
     found = CliRunner().invoke(app, ["validate", JOB, SCENARIO, MATRIX])
     assert found.exit_code == 0, found.output
-    with pytest.raises(UserError, match="--hf: expected no other model beside it, found 'mine:Net'"):
+    with pytest.raises(UserError, match="--hf: expected no other model with it, found 'mine:Net'"):
         CliRunner().invoke(app, ["init", "--hf", "tiny", "--model", "mine:Net"], catch_exceptions=False)
 
 

@@ -178,7 +178,7 @@ def test_latest_is_refused_while_several_runs_go_on(run: RunFolder, monkeypatch:
             say(run, "--run", "latest")
         assert say(run, "--run", run.path.name, "--dry-run").exit_code == 0
     assert "expected the name of one run, found latest, and 2 runs go on" in str(refusal.value)
-    assert f"(these go on: {run.path.name}, {other.path.name})" in str(refusal.value)
+    assert f"(running now: {run.path.name}, {other.path.name})" in str(refusal.value)
 
 
 def test_what_came_of_an_earlier_scenario_is_not_judged_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_what_came_of_an_earlier_scenario_is_not_judged_again(run: RunFolder, mo
     assert checks["culprit"] == ("passed", "evicted: worker 1")
     assert [each["culprits"] for each in case["recoveries"]] == [[1]]
     assert (done.exit_code, case["verdict"]) == (0, "passed")
-    assert "not judged: trajectory, leftovers (the job runs on)\n" in done.stderr
+    assert "not judged: trajectory, leftovers (the job keeps running)\n" in done.stderr
     (request,) = read_history(run.events).of(RequestRecord)
     judged = read_history(run.events)
     found = {each.name: each.result for each in judged.of(CheckRecord) if each.request == request.request}
@@ -271,7 +271,7 @@ def test_a_run_that_has_only_made_its_folder_is_waited_for(run: RunFolder, monke
 def test_a_run_that_does_not_begin_is_not_waited_for_for_ever(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "_BEGINS_WITHIN_S", 0.2)
     run.events.unlink()
-    with pytest.raises(NothingMatchedError, match=f"{run.path.name} has not begun .* or name a run that goes on"):
+    with pytest.raises(NothingMatchedError, match=f"{run.path.name} has not begun .* or name a live run"):
         say(run)
 
 

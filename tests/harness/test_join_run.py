@@ -81,9 +81,9 @@ def test_a_name_that_is_like_none_brings_the_runs_that_go_on(tmp_path: Path, run
     for unlike in ("x", str(tmp_path)):
         code, text = refused(tmp_path, unlike)
         assert (code, repr(unlike) in text) == (ExitCode.NOTHING_MATCHED, True)
-    assert f"these go on: {NAME}" in refused(tmp_path, "x")[1]
+    assert f"running now: {NAME}" in refused(tmp_path, "x")[1]
     assert "did you mean 'latest'?" in refused(tmp_path, "latst")[1]
-    assert "no folder of a run" in refused(tmp_path, "/")[1]
+    assert "not a run folder" in refused(tmp_path, "/")[1]
 
 
 @pytest.mark.parametrize("field", ["torch", "isa", "kernel_variables", "sources"])
@@ -100,7 +100,7 @@ def test_other_code_or_arithmetic_is_refused_with_both_values(tmp_path: Path, ru
 
 def test_the_command_says_that_its_worker_waits_for_memory(monkeypatch: pytest.MonkeyPatch, run: Made) -> None:
     folder = run(ELASTIC)
-    (cramped, free) = (CrampedRecord(at_ns=7, of=3, why=why) for why in ("waits on: one block takes 2 MB", ""))
+    (cramped, free) = (CrampedRecord(at_ns=7, of=3, why=why) for why in ("keeps waiting: one block takes 2 MB", ""))
     waits, other = WaitingRecord(at_ns=6, of=3, lost=""), CrampedRecord(at_ns=7, of=4, why="waits on")
     ended = TrainingEndedRecord(outcome="finished", exit_code=0)
 
@@ -112,7 +112,7 @@ def test_the_command_says_that_its_worker_waits_for_memory(monkeypatch: pytest.M
     monkeypatch.setattr(join_run, "_pause", lambda is_breakable: add_records(folder.events, next(coming)()))
     told = [(each["event"], each["text"]) for each in AddedWorker(folder, is_standby=False).follow()]
     assert told[2:4] == [
-        ("cramped", "worker 3 waits on: one block takes 2 MB"),
+        ("cramped", "worker 3 keeps waiting: one block takes 2 MB"),
         ("cramped", "worker 3 has memory enough now, and may join"),
     ]
     assert [event for event, _ in told] == ["started", "waits", "cramped", "cramped", "run ended"]
@@ -133,5 +133,5 @@ def test_a_worker_that_dies_is_told_of_though_the_run_goes_on(monkeypatch: pytes
 
     monkeypatch.setattr(join_run, "_pause", wait)
     monkeypatch.setattr(join_run, "_ENDS_WITHIN_S", 0.05)
-    with pytest.raises(BambooError, match="worker 3 has ended with code -9, and the run goes on without it"):
+    with pytest.raises(BambooError, match="worker 3 exited with code -9, and the run continues without it"):
         list(AddedWorker(folder, is_standby=False).follow())

@@ -388,7 +388,7 @@ def test_files_are_sent_by_the_placers_own_program(tmp_path: Path, job: Path, mo
     told = launched("slurm", job, "--hosts", "3", *ETCD, "--submit").splitlines()
     assert told == ["wrote launch-tried/tried.sbatch", "1", "Submitted batch job 12"]
     program(folder, "sbatch", "#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
-    with pytest.raises(EnvironmentLacksError, match="sbatch has ended with 1: invalid partition"):
+    with pytest.raises(EnvironmentLacksError, match="sbatch exited with 1: invalid partition"):
         launched("slurm", job, "--hosts", "3", *ETCD, "--submit")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     for place, sender in (("slurm", "sbatch"), ("k8s", "kubectl"), ("ray", "ray")):

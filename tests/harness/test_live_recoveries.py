@@ -34,7 +34,7 @@ def commit(step: int, at_ms: int) -> dict[str, Any]:
 
 def failure(worker: int, heir: int, at_ms: int, number: int = 1) -> list[dict[str, Any]]:
     at_ns = at_ms * 1_000_000
-    verdict = [[worker, "was ended by SIGKILL"]]
+    verdict = [[worker, "was killed (SIGKILL)"]]
     return [
         {"event": "exit", "of": worker, "code": -9, "expected": False, "seen_ns": at_ns, "at_ns": at_ns},
         {"event": "epoch", "epoch": number, "owners": [heir, heir], "verdict": verdict, "reason": "", "at_ns": at_ns},
@@ -62,7 +62,7 @@ def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> N
     assert live.owners[0, 1] == 1
     append(path, commit(4, 300))
     assert live.look(view(5, "running", "dead")) == [
-        "worker 1 was ended by SIGKILL; worker 0 took over stage 1; training stalled for 296 ms, 0 steps lost"
+        "worker 1 was killed (SIGKILL); worker 0 took over stage 1; training stalled for 296 ms, 0 steps lost"
     ]
     assert live.look(view(6, "running", "dead")) == []
     assert live.slots(0) == ((0, 0), (0, 1))
@@ -90,7 +90,7 @@ def test_slots_that_were_handed_over_before_are_not_told_as_taken_over(tmp_path:
         second = ("running", (1,) if step < 10 else ())
         assert look(step + 1, ("running", (0,) if step < 10 else (0, 1)), second, ("running", (2,))) == []
     assert live.owners == {(0, 0): 0, (0, 1): 0, (0, 2): 2}
-    died = {"event": "epoch", "epoch": 2, "owners": [0, 0, 0], "verdict": [[2, "was ended by SIGKILL"]], "reason": ""}
+    died = {"event": "epoch", "epoch": 2, "owners": [0, 0, 0], "verdict": [[2, "was killed (SIGKILL)"]], "reason": ""}
     append(path, died | {"at_ns": 40_000_000}, {"event": "go", "epoch": 2, "at_ns": 50_000_000})
     assert look(30, ("running", (0, 1, 2)), ("running", ()), ("dead", (2,))) == []
     append(path, commit(30, 60))
@@ -109,12 +109,12 @@ def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -
     assert live.look(view(0, "running", "dead")) == []
     append(path, commit(0, 300))
     stalled = "training stalled for at least 250 ms, at most 300 ms"  # no step was usual before it
-    told = [f"worker 1 was ended by SIGKILL; worker 0 took over stage 1; {stalled}, 0 steps lost"]
+    told = [f"worker 1 was killed (SIGKILL); worker 0 took over stage 1; {stalled}, 0 steps lost"]
     assert live.look(view(1, "running", "dead")) == told
     append(path, *failure(0, 1, 400, 3), commit(1, 800))  # at once, before the picture has looked again
     assert live.look(view(1, "dead", "dead")) == []
     (second,) = live.look(view(2, "dead", "dead"))
-    assert second.startswith("worker 0 was ended by SIGKILL; worker 1 took over")
+    assert second.startswith("worker 0 was killed (SIGKILL); worker 1 took over")
 
 
 def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:

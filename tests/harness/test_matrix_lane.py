@@ -49,7 +49,7 @@ def test_a_passed_cell_is_held_against_its_evidence(tmp_path: Path) -> None:
     run.trajectory.write_text(rows)
     lines = run.events.read_text().splitlines(keepends=True)
     run.events.write_text("".join(lines[:-1]))
-    assert contradiction(run.path) == "events.jsonl has no end: the command has not come to its end"
+    assert contradiction(run.path) == "events.jsonl has no end: the command has not finished"
     assert contradiction(make_evidence(tmp_path / "alone", is_compared=False).path) == ""
 
 

@@ -179,9 +179,9 @@ def test_a_place_that_is_none_for_checkpoints_is_told_before_the_start(monkeypat
     os.mkfifo("pipe")
     of_url = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept; a folder with a colon is ./A:B"
     for place, found, reason in (
-        *((each, "file", "it is no folder") for each in ("file", "file/below")),
-        ("pipe", "pipe", "it is no folder"),
-        ("dangling/below", "dangling", "it is a link to no folder"),
+        *((each, "file", "it is not a folder") for each in ("file", "file/below")),
+        ("pipe", "pipe", "it is not a folder"),
+        ("dangling/below", "dangling", "its target is not a folder"),
         *((each, each, of_url) for each in ("file://folder", "file://", "s3:/bucket", "S3://", "://x", "a:b")),
     ):
         told = [str(each) for each in offered.problems(Job(checkpoints=place))]

@@ -146,7 +146,7 @@ BEGIN: list[dict[str, Any]] = [
     {"event": "go", "epoch": 0, "at_ns": 0},
     commit(0),
 ]
-FIRST = [exit_of(1), epoch(1, [0, 0, 2], [[1, "was ended by SIGKILL"]]), commit(1)]
+FIRST = [exit_of(1), epoch(1, [0, 0, 2], [[1, "was killed (SIGKILL)"]]), commit(1)]
 
 
 def test_who_died_is_told_with_what_was_theirs() -> None:
@@ -158,7 +158,7 @@ def test_who_died_is_told_with_what_was_theirs() -> None:
     assert lines == [
         "died   worker 1 (stage 1): it had done nothing since the last commit",
         "died   worker 2 (stage 2): its last action was 2B0 of step 1",
-        "done   steps 0 to 0 were committed, and none was kept",
+        "done   steps 0 to 0 were committed, but no checkpoint was written",
         "next   there is no checkpoint to resume from: start the run again, with",
         "       --redundancy-level 2 or --pipelines 2 to survive this",
     ]
@@ -221,7 +221,7 @@ def test_no_redundancy_is_advised_for_a_model_that_hangs_everywhere() -> None:
     ]
     *_, last = state_lost_lines(LAZY, records_of([*BEGIN, *hangs]), 1)
     assert last == "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"
-    dies = epoch(2, [2, 2, 2], [[0, "was ended by SIGKILL", "death", None]])
+    dies = epoch(2, [2, 2, 2], [[0, "was killed (SIGKILL)", "death", None]])
     assert "--pipelines 2" in state_lost_lines(LAZY, records_of([*BEGIN, hangs[0], dies]), 1)[-1]
 
 

@@ -76,7 +76,7 @@ def test_a_host_may_come_late_if_the_one_that_waits_stood_still(monkeypatch: pyt
         return late.is_set()
 
     monkeypatch.setattr(late, "wait", comes)
-    hosts = [SimpleNamespace(has_said=each) for each in (came, late, never)]
+    hosts = [SimpleNamespace(resent=each) for each in (came, late, never)]
     monkeypatch.setattr(never, "wait", lambda patience_s: False)
     wait_for_words(cast(Any, hosts))
     assert [each.is_set() for each in (came, late, never)] == [True, True, False]

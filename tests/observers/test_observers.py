@@ -72,9 +72,9 @@ def test_the_end_of_each_logger_is_told_and_no_other_one_knows(tmp_path: Path, m
     assert len((run / FILE).read_text().splitlines()) == 6
     told = {each.partition(" ")[2].partition(" ")[0].rpartition(":")[2]: each for each in said}
     assert told.keys() == {"Raises", "Leaves", "Blocks", "Computes"}
-    line = f"loggers:Raises has ended, training goes on: RuntimeError: full ({tmp_path}/loggers.py:7, in step)"
+    line = f"loggers:Raises has ended, training continues: RuntimeError: full ({tmp_path}/loggers.py:7, in step)"
     assert line in told["Raises"]
-    assert "has ended, training goes on: it ended with exit code 0" in told["Leaves"]
+    assert "has ended, training continues: it ended with exit code 0" in told["Leaves"]
     assert "was ended" in told["Blocks"] and "it has logged 0 of 3 steps" in told["Blocks"]
     assert "was ended" in told["Computes"]
     assert "Traceback" in (run / "logs" / "logger-loggers.Raises.log").read_text()

@@ -39,7 +39,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "go", "epoch": 1, "at_ns": S},
     *(commit(step, step + 2) for step in range(3)),
     {"event": "exit", "of": 1, "expected": False, "at_ns": int(4.5 * S), "seen_ns": int(4.5 * S)},
-    _OUT | {"verdict": [[1, "was ended by SIGKILL", "death", None, None]], "shadows": [[2], []]},
+    _OUT | {"verdict": [[1, "was killed (SIGKILL)", "death", None, None]], "shadows": [[2], []]},
     {"event": "mark", "phase": "fence", "epoch": 2, "worker": 0, "at_ns": int(4.7 * S)},
     {"event": "go", "epoch": 2, "at_ns": 5 * S},
     commit(3, 8),

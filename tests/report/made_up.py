@@ -178,7 +178,7 @@ class MadeUpRun:
         self.owners = [heir if owner == worker else owner for owner in self.owners]
         self.epoch += 1
         self.now_ms += PHASES_MS["agree"]
-        yield self._epoch([[worker, "was ended by SIGKILL"]], "an exit was seen")
+        yield self._epoch([[worker, "was killed (SIGKILL)"]], "an exit was seen")
         for phase in ("fence", "inventory", "regroup"):
             self.now_ms += PHASES_MS[phase]
             yield from (

@@ -159,7 +159,7 @@ def test_the_time_until_a_failure_was_seen_is_filled_and_named(standard: Browser
     layout = "document.getElementById('timeline').layout"
     filled = standard.wait_for(f"{layout}.shapes.find((each) => each.type === 'rect' && each.y0 === 2 - 0.39)")
     assert (filled["x0"], filled["x1"]) == pytest.approx((begin_ms, begin_ms + run.recovery["detect_ms"].iloc[0]))
-    assert "worker 2 was ended by SIGKILL" in standard.ask(f"{layout}.annotations.map((each) => each.text)")
+    assert "worker 2 was killed (SIGKILL)" in standard.ask(f"{layout}.annotations.map((each) => each.text)")
 
 
 def test_waiting_is_the_quietest_colour_and_a_transfer_another_one(
@@ -350,7 +350,7 @@ def test_a_browser_that_cannot_unpack_still_shows_the_tables(browser: Browser, r
         assert browser.complaints == []
         text = browser.ask("document.body.innerText")
         assert "This browser is too old to draw the charts" in text
-        assert "worker 2 was ended by SIGKILL" in text
+        assert "worker 2 was killed (SIGKILL)" in text
     finally:
         browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=number)
     opened(browser, run, tmp_path)

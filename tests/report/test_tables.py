@@ -32,7 +32,7 @@ def test_a_recovery_is_one_row_with_its_phases(run: RunTables) -> None:
         phase: taken for phase, taken in PHASES_MS.items() if phase not in ("regroup", "inventory")
     }
     assert row["regroup_ms"] + row["inventory_ms"] == PHASES_MS["regroup"] + PHASES_MS["inventory"]
-    assert row["what"] == "5:2: worker 2 was ended by SIGKILL"
+    assert row["what"] == "5:2: worker 2 was killed (SIGKILL)"
     assert (row["heirs"], row["rung"], row["lost_steps"], row["last_action"]) == ("1", "shadow", 0, "2RECV_B3")
 
 
@@ -132,7 +132,7 @@ def test_a_restart_from_a_checkpoint_is_one_row_and_no_worker_took_over() -> Non
     (row,) = run.recovery.to_dict("records")
     assert (row["outcome"], row["rung"], row["step"]) == ("recovered", "checkpoint", 5)
     told = headline(run)[1]
-    assert told.startswith("The state was lost; training went on from the checkpoint of step 4; training stalled for ")
+    assert told.startswith("The state was lost; training resumed from the checkpoint of step 4; training stalled for ")
 
 
 def test_a_worker_that_is_lost_before_the_first_commit_is_told_with_the_restart() -> None:
@@ -140,7 +140,7 @@ def test_a_worker_that_is_lost_before_the_first_commit_is_told_with_the_restart(
     lost = agent("exit", 100, of=2, code=-9, expected=False, seen_ns=100_000_000)
     run = load([job, host, lost, agent("restart", 101), *events])
     assert list(run.recovery["outcome"]) == ["restarted"]
-    text = "Worker 2 was lost before the first commit, and all workers were started again. All 10 steps"
+    text = "Worker 2 was lost before the first commit, and all workers were restarted. All 10 steps"
     assert headline(run)[1].startswith(text)
 
 
@@ -165,13 +165,13 @@ def test_a_redundant_forward_makes_no_replay_of_the_owners() -> None:
 def test_a_death_that_nobody_recovered_from_is_a_row_too() -> None:
     events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in END]
     died = agent("exit", 1100, of=1, code=-9, expected=False, seen_ns=1_099_000_000)
-    run = load([*events, died, agent("failed", 1101, error="worker 1 was ended by SIGKILL\nmore"), *ENDED])
+    run = load([*events, died, agent("failed", 1101, error="worker 1 was killed (SIGKILL)\nmore"), *ENDED])
     (row,) = run.recovery.to_dict("records")
     assert (row["outcome"], row["who"], row["rung"], row["last_action"]) == ("not recovered", "1", "none", "1STEP")
     assert row["begin_ms"] == pytest.approx(99.0)
     assert headline(run) == (
         "bad",
-        "The run failed: worker 1 was ended by SIGKILL. 3 of 3 steps were committed. "
+        "The run failed: worker 1 was killed (SIGKILL). 3 of 3 steps were committed. "
         "Weights not compared: the run did not end as expected.",
     )
 
@@ -341,7 +341,10 @@ def test_a_recovery_that_is_going_on_is_under_way() -> None:
     assert list(run.recovery["outcome"]) == ["under way"]
     assert run.recovery["pause_ms"].isna().all()
     assert headline(run) == ("open", "The end of this run is not recorded: 5 of 10 steps were committed.")
-    assert headline(replace(run, goes_on=True)) == ("open", "This run goes on: 5 of 10 steps were committed so far.")
+    assert headline(replace(run, goes_on=True)) == (
+        "open",
+        "This run is still going: 5 of 10 steps were committed so far.",
+    )
     by_epochs = replace(run, job=replace(run.job, epochs=2), num_samples=samples_per_step(run.job) * 5)
     assert headline(by_epochs)[1].endswith("5 of 10 steps were committed, in epoch 2 of 2.")
 
@@ -373,7 +376,7 @@ def test_the_headline_says_who_was_lost_and_the_command_does_it_again(run: RunTa
 def test_who_is_lost_after_the_last_commit_is_no_recovery() -> None:
     events = MadeUpRun().events()
     at_ms = max(event.get("at_ns", 0) for event in events) / 1e6
-    out = {"epoch": 2, "owners": [0, 1, 1], "verdict": [[2, "was ended by SIGKILL"]], "reason": ""}
+    out = {"epoch": 2, "owners": [0, 1, 1], "verdict": [[2, "was killed (SIGKILL)"]], "reason": ""}
     run = load([*events[:-1], agent("epoch", at_ms, **out), events[-1]])
     assert list(run.recovery["outcome"]) == ["after the end"]
     text = "Worker 2 was lost after the last commit, when no step was left to recover. All 10 steps"
@@ -447,7 +450,7 @@ def test_times_in_the_history_are_those_of_the_events(run: RunTables) -> None:
     begin_ms = run.recovery["begin_ms"][0]
     assert list(told["what"]) == ["fault", "exit", "epoch"]
     assert list(told["at_ms"] - begin_ms) == pytest.approx([0, 1, 3])
-    assert list(told["text"])[2] == "worker 2 was ended by SIGKILL (an exit was seen)"
+    assert list(told["text"])[2] == "worker 2 was killed (SIGKILL) (an exit was seen)"
 
 
 def test_what_became_of_whoever_did_not_come_to_the_end_is_told() -> None:
@@ -460,10 +463,10 @@ def test_what_became_of_whoever_did_not_come_to_the_end_is_told() -> None:
     history = load([*MadeUpRun().events(), *ends]).history
     told = history[history["what"].isin([event["event"] for event in ends])]
     assert list(told["text"]) == [
-        "the fork server (pid 7) has ended; training needs it no more",
+        "the fork server (pid 7) has ended; training no longer needs it",
         "after the last commit: the state of stage 1 is lost",
         "it did not end when it was to",
-        "pid 8 does not end by SIGKILL",
+        "pid 8 survived SIGKILL",
     ]
 
 
@@ -475,7 +478,7 @@ def test_moves_and_shared_gpus_are_remarks_on_the_page() -> None:
     found = load([*events[:-3], moved, *events[-3:]])
     run = replace(found, job=shared)
     assert run.remarks == (
-        "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure.",
+        "Workers may have shared a GPU (--share-gpu): they take turns there, so its times say little.",
         "After step 3 worker <1> is slow.",
     )
     assert found.remarks == run.remarks[1:]

@@ -42,7 +42,7 @@ def test_a_worker_that_dies_while_others_are_forked_is_named(monkeypatch: pytest
     assert isinstance(ending.error, WorkerFailedError)
     pid = ending.view.workers[1].pid
     who = f"worker 1 (pid {pid}) wrote nothing"
-    assert str(ending.error) == f"training did not recover: worker 1 was ended by SIGKILL; {who}"
+    assert str(ending.error) == f"training did not recover: worker 1 was killed (SIGKILL); {who}"
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.NOT_RECOVERED)
     assert [each.state for each in ending.view.workers] == ["starting", "dead", "starting"]
 

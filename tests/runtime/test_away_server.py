@@ -12,13 +12,13 @@ from engine.codec.records import encoded
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.history.run_records import HeirsRecord
 from engine.core.hosts.host_messages import (
-    HeardHostMessage,
-    HoldsHostMessage,
+    DecisionHostMessage,
     LeavesHostMessage,
-    SaidAllHostMessage,
+    PastControlHostMessage,
+    PastDecisionHostMessage,
+    ProcessesHostMessage,
+    ResendDoneHostMessage,
     SignalHostMessage,
-    TaughtHostMessage,
-    ToldHostMessage,
 )
 from engine.core.hosts.host_options import RegisteredHost
 from engine.core.job.job import Job
@@ -41,14 +41,14 @@ def away(name: str) -> RemoteSpawner:
 def kept(server: RemoteSpawner) -> list[tuple[int, str]]:
     """Returns the decisions that wait for a host, each with its number."""
     frames = map(read, server.peer.end._unheard)
-    return [(header.number, line.decode()) for header, line in frames if isinstance(header, HeardHostMessage)]
+    return [(header.number, line.decode()) for header, line in frames if isinstance(header, DecisionHostMessage)]
 
 
 @pytest.fixture(name="servers")
 def _servers() -> Iterator[HostServers]:
     hosts = [away(name) for name in "abc"]
     for number, each in enumerate(hosts):
-        each._deliver(HoldsHostMessage((), number + 1), b"")
+        each._deliver(ProcessesHostMessage((), number + 1), b"")
     made = HostServers(hosts[0], hosts, ClientDouble(StoreDouble(), "/r/"))
     yield made
     made.stop_watching()
@@ -56,14 +56,14 @@ def _servers() -> Iterator[HostServers]:
 
 def test_a_host_tells_what_it_was_told_until_it_has_said_all() -> None:
     host = away("a")
-    host._deliver(HoldsHostMessage(((1, 0, 70),), 2), b"")
-    host._deliver(ToldHostMessage(1), LINES[1].encode())
+    host._deliver(ProcessesHostMessage(((1, 0, 70),), 2), b"")
+    host._deliver(PastDecisionHostMessage(1), LINES[1].encode())
     with pytest.raises(InvariantError):
-        host._deliver(ToldHostMessage(2), b"{}")
-    host._deliver(TaughtHostMessage(), encode(PartitionMessage((0, 1))))
-    host._deliver(SaidAllHostMessage(), b"")
-    host._deliver(ToldHostMessage(2), LINES[2].encode())
-    host._deliver(TaughtHostMessage(), encode(PartitionMessage((0, 2))))
+        host._deliver(PastDecisionHostMessage(2), b"{}")
+    host._deliver(PastControlHostMessage(), encode(PartitionMessage((0, 1))))
+    host._deliver(ResendDoneHostMessage(), b"")
+    host._deliver(PastDecisionHostMessage(2), LINES[2].encode())
+    host._deliver(PastControlHostMessage(), encode(PartitionMessage((0, 2))))
     assert host.taught == [PartitionMessage((0, 1))]
     assert (host.heard, host.told, host.held) == (2, {1: LINES[1]}, ((1, 0, 70),))
 
@@ -126,7 +126,7 @@ def test_the_process_of_a_lost_host_has_ended_with_it(servers: HostServers) -> N
 
 def test_processes_of_another_coordinator_are_ended_when_all_workers_begin_again() -> None:
     host = away("a")
-    host._deliver(HoldsHostMessage(((1, 0, 70), (4, 2, 71)), 0), b"")
+    host._deliver(ProcessesHostMessage(((1, 0, 70), (4, 2, 71)), 0), b"")
     host.end_held()
     sent = [header for header, _ in map(read, host.peer.end._unheard)]
     assert sent == [SignalHostMessage(1, 0), SignalHostMessage(4, 0)]

@@ -162,7 +162,7 @@ def test_a_low_limit_is_told_as_the_cause(tmp_path: Path, number: int, limit: in
     resource.setrlimit(number, (limit, before[1]))
     try:
         with pytest.raises(EnvironmentLacksError) as lacking, EmbeddedEtcd(tmp_path).naming_cause():
-            raise CoordinatorUnavailableError("no etcd is asked at unix:client:0: no such file or directory")
+            raise CoordinatorUnavailableError("etcd was not contacted at unix:client:0: no such file or directory")
     finally:
         resource.setrlimit(number, before)
     assert str(lacking.value) == f"the store of a run cannot work within the limits here: {told}"

@@ -72,7 +72,7 @@ def test_tls_files(tmp_path: Path) -> None:
     settings = read_settings("etcd:2379", environment)
     assert (settings.ca_file, settings.cert_file, settings.key_file) == tuple(files.values())
     del environment["BAMBOO_ETCD_KEY"]
-    assert problems_of("a:1", environment) == ["BAMBOO_ETCD_CERT: expected BAMBOO_ETCD_KEY beside it, found nothing"]
+    assert problems_of("a:1", environment) == ["BAMBOO_ETCD_CERT: expected BAMBOO_ETCD_KEY with it, found nothing"]
     del environment["BAMBOO_ETCD_CA"]
     assert len(problems_of("a:1", environment)) == 2
 
@@ -85,9 +85,9 @@ def test_a_password_from_the_environment_or_a_file(tmp_path: Path) -> None:
         settings = read_settings("localhost:1", user | given)
         assert (settings.user, settings.password.reveal()) == ("ann", PASSWORD)
         assert PASSWORD not in repr(settings) + str(settings)
-        assert problems_of("a:1", given) == [f"{next(iter(given))}: expected BAMBOO_ETCD_USER beside it, found nothing"]
+        assert problems_of("a:1", given) == [f"{next(iter(given))}: expected BAMBOO_ETCD_USER with it, found nothing"]
     (problem,) = problems_of("a:1", user)
-    assert "BAMBOO_ETCD_USER: expected BAMBOO_ETCD_PASSWORD or BAMBOO_ETCD_PASSWORD_FILE beside it" in problem
+    assert "BAMBOO_ETCD_USER: expected BAMBOO_ETCD_PASSWORD or BAMBOO_ETCD_PASSWORD_FILE with it" in problem
 
 
 def test_mistakes_with_a_password_do_not_show_it(tmp_path: Path) -> None:

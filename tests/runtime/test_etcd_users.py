@@ -58,7 +58,9 @@ def test_a_prefix_that_may_not_be_written_is_named_with_its_user(guarded: EtcdSe
 
 
 def test_who_has_no_user_is_told_how_to_name_one(guarded: EtcdSettings) -> None:
-    with pytest.raises(CoordinatorUnavailableError, match=r"wants a user: set BAMBOO_ETCD_USER, and BAMBOO_ETCD_PASS"):
+    with pytest.raises(
+        CoordinatorUnavailableError, match=r"requires a user: set BAMBOO_ETCD_USER, and BAMBOO_ETCD_PASS"
+    ):
         come(guarded, "mine")
 
 

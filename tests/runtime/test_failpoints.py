@@ -12,7 +12,7 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.message_kinds import ToWorker
-from engine.core.messages import FiredMessage, InflictMessage, StopMessage, StrikeMessage, SufferedMessage
+from engine.core.messages import FaultEffectMessage, FiredMessage, InflictMessage, StopMessage, StrikeMessage
 from engine.runtime.device.device import HOST
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.control import Control, Fenced, Stopped
@@ -106,7 +106,7 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     time.sleep(0.005)
     points.delay(5, ACTION, now_ns())
     message = agent.receive()
-    assert isinstance(message, SufferedMessage) and message.fault == "slow"
+    assert isinstance(message, FaultEffectMessage) and message.fault == "slow"
     assert points.armed
     points.delay(5, ACTION, now_ns())
     assert not points.armed
@@ -124,4 +124,4 @@ def test_a_slow_action_takes_its_factor_without_the_wait_for_a_core(
     monkeypatch.setattr(time, "sleep", slept_s.append)
     points.delay(5, ACTION, now_ns() - 50 * 10**9, waited_ns=40 * 10**9)
     assert slept_s == [pytest.approx(20, abs=0.5)]
-    assert isinstance(agent.receive(), SufferedMessage)
+    assert isinstance(agent.receive(), FaultEffectMessage)

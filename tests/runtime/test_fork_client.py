@@ -270,7 +270,7 @@ def test_a_module_that_the_server_misses_is_named(tmp_path: Path, capfd: pytest.
     with (
         ForkServer({"PYTHONPATH": str(tmp_path)}) as server,
         open(tmp_path / "log", "w") as log,
-        pytest.raises(EnvironmentLacksError, match="no process can be started: No module named 'planted_lack'"),
+        pytest.raises(EnvironmentLacksError, match="cannot start a process: No module named 'planted_lack'"),
     ):
         server.fork("worker", "worker", log.fileno())
 

@@ -100,7 +100,7 @@ def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix
             H100,
             "gpu",
             "ok",
-            "for a test; nccl2 and torchcomms could form groups anew (not used yet)",
+            "for a test; nccl2 and torchcomms could form new groups (not used yet)",
         ),
         ({}, NO_GPU, "arithmetic", "ok", "AVX2, MKL, oneDNN"),
         ({"isa": "DEFAULT"}, NO_GPU, "arithmetic", "warn", "DEFAULT"),

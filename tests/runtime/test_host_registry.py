@@ -67,9 +67,9 @@ def test_a_host_that_registers_again_is_itself(backend: Backend) -> None:
 
 def test_missing_hosts_are_named(backend: Backend) -> None:
     a = come(backend, "a")
-    with pytest.raises(EnvironmentLacksError, match=r"1 of 3 hosts came within 0 s: a; missing: b, c"):
+    with pytest.raises(EnvironmentLacksError, match=r"1 of 3 hosts registered within 0 s: a; missing: b, c"):
         a.gathered(("a", "b", "c"), 3, 0.0)
-    with pytest.raises(EnvironmentLacksError, match=r"1 of 2 hosts came within 0 s: a$"):
+    with pytest.raises(EnvironmentLacksError, match=r"1 of 2 hosts registered within 0 s: a$"):
         a.gathered((), 2, 0.0)
 
 

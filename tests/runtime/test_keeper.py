@@ -96,7 +96,7 @@ def test_a_keeper_that_stands_holds_no_launcher(tmp_path: Path, standing: Standi
     assert [type(each) for each in run.records] == [UnkeptRecord]
     assert run.records[0].why == f"{str(tmp_path / 'checkpoints')!r} has not answered for 0.3 s"
     assert standing.signals == [9]
-    assert run.state.notes[0].startswith("bamboo-keeper (pid 77), which writes the manifests, does not end by SIGKILL")
+    assert run.state.notes[0].startswith("bamboo-keeper (pid 77), which writes the manifests, survived SIGKILL")
     assert run.state.missing()[-1] == "the last checkpoint"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.history.step_files import entry
-from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage
+from engine.core.hosts.host_messages import StoredSizesHostMessage, TickHostMessage
 from engine.core.hosts.host_options import RegisteredHost
 from engine.runtime.agent.frames import frame, read_frame
 from engine.runtime.agent.remote_workers import CoordinatorLines, RemoteSpawner, ServedLines
@@ -27,7 +27,7 @@ class Stream:
     def __init__(self, name: str, served: ServedLines, chief: str) -> None:
         self.away = RemoteSpawner(RegisteredHost(name, "1f", "", 1, {}))
         self.away.peer.came()
-        self.away.has_said.set()
+        self.away.resent.set()
         self.end = StreamEnd()
         self.served, self.chief = served, chief
         self.num_bytes: list[int] = []
@@ -247,7 +247,7 @@ def test_an_answer_over_the_stream_before_counts_for_nothing(tmp_path: Path) -> 
     def deliver() -> None:
         is_taken.set()
         goes_on.wait(0.5)
-        served.take(KeptHostMessage(sizes, is_last=False), b"")
+        served.take(StoredSizesHostMessage(sizes, is_last=False), b"")
 
     connection = before.connect()
     taking = threading.Thread(target=before.take, args=(connection, deliver))

@@ -77,7 +77,7 @@ def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backe
     }
     tell(node, (WorkerWord(1, worker, ReadyMessage(), host) for worker in range(3)))
     tell(node, [ProcessExit(2, 1, -9)])
-    node.strike_off(1)
+    node.delete_member_key(1)
     assert members_of(reader).keys() == {"members/0", "members/2"}
     node.report(2 * S)
     assert members_of(reader) == {
@@ -89,7 +89,7 @@ def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backe
 def test_striking_one_off_leaves_those_whose_number_begins_alike(backend: Backend) -> None:
     client = backend.client()
     node = start(client, 12)
-    node.strike_off(1)
+    node.delete_member_key(1)
     assert members_of(client).keys() == {f"members/{worker}" for worker in range(12) if worker != 1}
 
 
@@ -126,12 +126,12 @@ def test_whoever_has_lost_its_lease_is_out_and_touches_nothing(backend: Backend,
         "report": lambda: node.report(4 * S),
         "handle": lambda: node.handle(WorkerWord(1, 0, ReadyMessage(), "host")),
     }
-    with pytest.raises(CoordinatorUnavailableError, match=r"has expired.*run less beside it, and start again"):
+    with pytest.raises(CoordinatorUnavailableError, match=r"has expired.*free some cores, and restart"):
         acts[act]()
     before = reader.read_prefix("").revision
     node.renew(40 * S)
     node.report(40 * S)
-    node.strike_off(1)
+    node.delete_member_key(1)
     node.leave()
     assert reader.read_prefix("").revision == before
     found = reader.get("state")
@@ -158,7 +158,7 @@ def test_a_store_that_is_gone_is_asked_once(fragile: Backend) -> None:
     with pytest.raises(CoordinatorUnavailableError, match=r"does not answer|did not answer"):
         node.renew(4 * S)
     node.report(4 * S)
-    node.strike_off(0)
+    node.delete_member_key(0)
     node.leave()
 
 

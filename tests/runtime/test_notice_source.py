@@ -151,7 +151,7 @@ def test_a_notice_for_all_members_leaves_the_job_to_a_worker_that_waits() -> Non
     ended = "--notice-command: a notice for all workers, which no other host takes over: the run ends"
     assert asked_of(1.0, (3,), None) == ([-1], [ended]), "it is on the same host"
     assert asked_of(1.0, (3,), (0, 1, 2, 3)) == ([-1], [ended])
-    short = "--notice-command: a notice for all workers, 10 s do not suffice for worker 3, which waits: the run ends"
+    short = "--notice-command: a notice for all workers, 10 s are not enough for worker 3, which waits: the run ends"
     assert asked_of(1.1, (3,), (0, 1, 2)) == ([-1], [short])
 
 
@@ -188,14 +188,14 @@ time.sleep(600)
     ("script", "text"),
     [
         ("while True: print('1' * 4000)", "it prints more than 64 KiB"),
-        ("import time; time.sleep(600)", "it has not ended after 0.5 s, and is killed"),
+        ("import time; time.sleep(600)", "it took longer than 0.5 s and was killed"),
     ],
 )
 def test_a_command_that_cannot_be_heard_is_said_once(script: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user believed to be warned; a flood had 5 s to fill the disk each time."""
     monkeypatch.setattr(notice_source, "_COMMAND_S", 5.0 if "print" in script else 0.5)
     host = of_command(script, lambda host: host.notes)
-    assert host.notes == [f"--notice-command cannot be asked: {text}"]
+    assert host.notes == [f"cannot poll --notice-command: {text}"]
 
 
 def test_a_child_that_keeps_the_pipe_open_delays_no_answer() -> None:
@@ -278,7 +278,7 @@ def test_a_status_that_says_nothing_is_said_once(status: int) -> None:
         host = told(NoticeFrom(url=url), lambda host: host.notes)
     assert host.signalled == []
     (note,) = host.notes
-    assert note.startswith(f"--notice-url cannot be asked: it answers {status} ")
+    assert note.startswith(f"cannot poll --notice-url: it answered {status} ")
 
 
 def test_no_redirection_is_followed() -> None:
@@ -291,7 +291,7 @@ def test_an_address_that_cannot_be_reached_is_said_once(monkeypatch: pytest.Monk
     monkeypatch.setitem(os.environ, "http_proxy", "http://127.0.0.1:9")  # it is not asked
     host = told(NoticeFrom(url="http://127.0.0.1:1/x"), lambda host: False, wait_s=0.5)
     (note,) = host.notes
-    assert note.startswith("--notice-url cannot be asked: ") and "refused" in note
+    assert note.startswith("cannot poll --notice-url: ") and "refused" in note
 
 
 def test_an_address_that_does_not_answer_takes_no_time_of_the_run() -> None:

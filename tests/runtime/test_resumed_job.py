@@ -100,8 +100,8 @@ def test_a_checkpoint_that_a_worker_refuses_is_named_and_the_next_older_one_is_t
     restarts = Restarts(Ladder(1), "", "", told.append, origin)
     ending = run_in_threads(MLP, origin=origin, revive=restarts.revive)
     assert (ending.outcome, ending.error) == ("finished", None)
-    (note,) = (each for each in ending.view.run_state.notes if "goes on" in each)
-    assert note.endswith("training goes on from the checkpoint of step 2")
+    (note,) = (each for each in ending.view.run_state.notes if "training resumes" in each)
+    assert note.endswith("training resumes from the checkpoint of step 2")
     assert "step-00000003/layer-0000." in note
     assert "the tensors of layer 0 have not the hashes of the trajectory" in note
     assert [each for each in told if "step-00000003: its tensors were refused" in each]

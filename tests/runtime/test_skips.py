@@ -112,7 +112,7 @@ def test_names_that_do_not_fit_together_are_told_with_their_layers(skips: list[t
 def test_who_returns_less_than_it_hands_is_told() -> None:
     spec = LayerSpec("lazy", "Linear", lambda: nn.Linear(1, 1), ("a",))
     (layer, _) = with_skips(Model((spec, LayerSpec("l1", "Layer", nn.Identity, (), ("a",))), default_loss)).layers
-    with pytest.raises(TypeError, match="lazy: expected its own outputs and behind them a, found 1 tensors"):
+    with pytest.raises(TypeError, match="lazy: expected its own outputs, followed by a, found 1 tensors"):
         layer.build()(torch.ones(1, 1))
 
 

@@ -18,7 +18,7 @@ from engine.codec.messages import decode, encode
 from engine.codec.records import encoded
 from engine.core.faults.injection import InheritedFaults
 from engine.core.history.run_records import CommitRecord, PartitionRecord
-from engine.core.hosts.host_messages import HeardHostMessage, TaughtHostMessage, WordsHostMessage
+from engine.core.hosts.host_messages import ControlHostMessage, DecisionHostMessage, PastControlHostMessage
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.messages import PartitionMessage, WelcomeMessage
@@ -127,15 +127,15 @@ def test_a_host_tells_the_next_one_what_its_workers_were_told(tmp_path: Path) ->
     workers._processes[1] = cast(Any, process)
     packets = [encode(welcome(0, 0)), encode(CUT)]
     for packet in packets:
-        workers.deliver(WordsHostMessage(1), packet)
+        workers.deliver(ControlHostMessage(1), packet)
     workers._obey()
     assert heard == packets
-    workers.deliver(WordsHostMessage(1), packets[0])  # it is lost with that host
+    workers.deliver(ControlHostMessage(1), packets[0])  # it is lost with that host
     workers.leave()
-    workers.deliver(WordsHostMessage(1), packets[1])  # the next one is quick
+    workers.deliver(ControlHostMessage(1), packets[1])  # the next one is quick
     workers.follow("c", end := StreamEnd())
     frames = [read_frame(each) for each in end._unheard]
-    assert [packet for header, packet in frames if isinstance(header, TaughtHostMessage)] == packets
+    assert [packet for header, packet in frames if isinstance(header, PastControlHostMessage)] == packets
     workers._obey()
     assert heard == [*packets, packets[1]]
     workers._processes.clear()
@@ -153,7 +153,7 @@ def test_the_decisions_that_only_another_host_has_heard_are_recorded_here_too(tm
     lines += [
         encoded(CommitRecord(step=step, loss=1.0, grad_norm=1.0, clip_factor=1.0, last=False)) for step in range(3)
     ]
-    workers.deliver(HeardHostMessage(0), lines[0].encode())
+    workers.deliver(DecisionHostMessage(0), lines[0].encode())
     workers._obey()
     workers.complete([dict(enumerate(lines)), {1: lines[1]}], "lost")
     assert [(each.of, each.line) for each in written[1:]] == [("lost", line) for line in lines[1:]]

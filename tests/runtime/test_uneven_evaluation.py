@@ -293,7 +293,7 @@ def test_metrics_without_an_output_are_refused_with_the_ways_out(made: type[nn.M
     job = job_of(made, sequences if made is ByToken else samples, metrics=METRICS)
     data = open_data(job)
     words = (
-        rf"metrics: expected a forward that returns an output beside its loss, found {found}.*return \(loss, output\)"
+        rf"metrics: expected a forward that returns an output besides its loss, found {found}.*return \(loss, output\)"
     )
     with pytest.raises(UserError, match=words):
         build_model(job, data.facts, data)

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from engine.codec.messages import encode
-from engine.core.hosts.host_messages import HelloHostMessage, SignalHostMessage, TickHostMessage, WordsHostMessage
+from engine.core.hosts.host_messages import ControlHostMessage, HelloHostMessage, SignalHostMessage, TickHostMessage
 from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_kinds import Message
 from engine.core.messages import KeyMessage, PingMessage
@@ -84,21 +84,21 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 HELLO = frame(HelloHostMessage("b", "1f", 0))
-WORDS = frame(WordsHostMessage(1), PACKET)
+WORDS = frame(ControlHostMessage(1), PACKET)
 
 
 def test_frames_go_both_ways_and_survive_a_break(bed: Bed) -> None:
     heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
     client = WireClient("b", "1f", bed.place, bed.made, lambda header, packet: heard.put(header))
     client.end.send(WORDS)
-    assert bed.came.get(timeout=10) == (WordsHostMessage(1), PACKET)
+    assert bed.came.get(timeout=10) == (ControlHostMessage(1), PACKET)
     for number in range(2, 12):
         bed.peer.end.send(frame(SignalHostMessage(number, 0)))
-        client.end.send(frame(WordsHostMessage(number), PACKET))
+        client.end.send(frame(ControlHostMessage(number), PACKET))
         if number % 3 == 0:
             bed.peer.end.connect()  # ends the connection; the host comes back
             bed.peer.ended_ns = time.monotonic_ns()
-    assert [bed.came.get(timeout=10)[0] for _ in range(2, 12)] == [WordsHostMessage(each) for each in range(2, 12)]
+    assert [bed.came.get(timeout=10)[0] for _ in range(2, 12)] == [ControlHostMessage(each) for each in range(2, 12)]
     assert [heard.get(timeout=10) for _ in range(2, 12)] == [SignalHostMessage(each, 0) for each in range(2, 12)]
     client.close()
     until(lambda: bed.peer.ended_ns is not None)
@@ -147,11 +147,11 @@ def test_a_stream_of_no_host_of_the_run_is_refused(bed: Bed, first: bytes) -> No
     assert bed.came.empty()
 
 
-@pytest.mark.parametrize("broken", [b"{", WORDS + b"x" * MOST_BYTES, frame(WordsHostMessage(1))[:-1]])
+@pytest.mark.parametrize("broken", [b"{", WORDS + b"x" * MOST_BYTES, frame(ControlHostMessage(1))[:-1]])
 def test_a_broken_or_oversized_frame_ends_the_stream(bed: Bed, broken: bytes) -> None:
     assert bed.say(bed.made, HELLO, WORDS, broken, WORDS) is not grpc.StatusCode.OK
     until(lambda: bed.peer.ended_ns is not None)
-    assert bed.came.get(timeout=5)[0] == WordsHostMessage(1)
+    assert bed.came.get(timeout=5)[0] == ControlHostMessage(1)
     assert bed.came.empty()
 
 
@@ -166,7 +166,7 @@ def test_bytes_of_a_port_scan_change_nothing(bed: Bed) -> None:
             scan.sendall(data)
     client = WireClient("b", "1f", bed.place, bed.made, lambda header, packet: None)
     client.end.send(WORDS)
-    assert bed.came.get(timeout=10)[0] == WordsHostMessage(1)
+    assert bed.came.get(timeout=10)[0] == ControlHostMessage(1)
     client.close()
 
 

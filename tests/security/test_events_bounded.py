@@ -207,7 +207,7 @@ def test_a_report_says_that_actions_are_gone(tmp_path: Path) -> None:
     """A deleted folder of actions gave a recovery with 0 redone actions, as if it had been so."""
     (tmp_path / "events.jsonl").write_text(lines_of([*BEGIN, *END]))
     assert load(read_history(tmp_path / "events.jsonl")).gaps == (
-        "the actions of 1 step from step 0 on are gone: no time counts them",
+        "the actions of 1 step from step 0 on are gone: no time includes them",
     )
 
 

@@ -315,7 +315,7 @@ def test_a_dry_run_shows_what_it_knows_without_the_generator() -> None:
     assert json.loads(call("inject s.yaml --dry-run --json --trust-code")[2])["not_called"] == CODE["schedule"]
     _, _, output = call(f"run --dry-run --kill 3:1 --schedule {CODE['schedule']}")
     assert "the schedule's generator is not called in a dry run" in output
-    assert "redundancy lazy, shadows by stage: 0: 3, 1: 0, 2: 1, 3: 2" in output
+    assert "redundancy lazy; shadows: stage 0 on worker 3, stage 1 on worker 0" in output
     assert "3:1: kill before 1B4 of step 3; worker 1, unless the stage has moved" in output
     assert marks() == set()
     for words, field in (("--kill 3:9", "--kill 3:9"), ("--stages-per-worker 3", "stages_per_worker")):

@@ -296,7 +296,7 @@ def test_a_foreign_latest_is_left_alone_and_told(kind: str, tmp_path: Path) -> N
     told: list[str] = []
     run = create_run_folder(results, "gpt", NOON, "0a1f", told.append)
     hint = "rename it, or choose another folder with --results"
-    about = f"{str(results / 'latest')!r} is no link of bamboo's to a run, and stays as it is ({hint})"
+    about = f"{str(results / 'latest')!r} is not a link that bamboo made, and is left alone ({hint})"
     assert told == [f"{about}; this run is {run.path.name}"]
     (found,) = {each for _ in range(2) for each in (find_run(results), find_run(results, "latest"))}
     assert found == run, "the newest run is found without the link"

@@ -18,10 +18,10 @@ from engine.core.messages import (
     CutMessage,
     DoneMessage,
     FailedMessage,
+    FaultEffectMessage,
     PureMessage,
     RaisedMessage,
     RefusedMessage,
-    SufferedMessage,
     SuspicionMessage,
 )
 from engine.core.program.inventory import InventoryMessage
@@ -170,7 +170,7 @@ MESSAGES = {
     "raised": RaisedMessage(0, 0, WorkerException(LONG, LONG, LONG, 1, LONG, LONG, LONG)),
     "refused": RefusedMessage(tuple(Problem(LONG, LONG, LONG, LONG, LONG) for _ in range(20))),
     "failed": FailedMessage(LONG, 3),
-    "suffered": SufferedMessage("fault-1", LONG),
+    "suffered": FaultEffectMessage("fault-1", LONG),
     "suspicion": SuspicionMessage(0, LONG, None),
     "cut": CutMessage(tuple(range(4096)), tuple(f"{number}-{CJK * 300}" for number in range(8192))),
     "done": DoneMessage({"text": LONG, "raised": [{"traceback": LONG} for _ in range(64)]}),

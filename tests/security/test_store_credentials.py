@@ -85,7 +85,7 @@ def test_an_address_that_only_a_folder_names_is_not_asked(tmp_path: Path, listen
     found, told = look(tmp_path, listener.address)
     assert (listener.num_connections, listener.received) == (0, b"")
     assert found["live"] is False
-    assert f"its store is not asked: '{listener.address}' is none that --etcd or BAMBOO_ETCD names" in told
+    assert f"its store was not contacted: '{listener.address}' is none that --etcd or BAMBOO_ETCD names" in told
 
 
 def test_another_address_than_that_of_the_user_is_not_asked(

@@ -31,7 +31,7 @@ from tests.runtime.test_wire import spoken
 
 HERE = "127.0.0.1"
 JOIN = "/bamboo.Hosts/Join"
-WORDS = frame(said.WordsHostMessage(1), encode(KeyMessage(1, "a", "b")))
+WORDS = frame(said.ControlHostMessage(1), encode(KeyMessage(1, "a", "b")))
 SIGN = WorkerSign(3, "", (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34))
 ALERT = b"\x15\x03"  # of TLS: it ends the connection
 DENIED, CUT = grpc.StatusCode.PERMISSION_DENIED, 5.0
@@ -72,9 +72,9 @@ class Bed:
     def goes_on(self) -> None:
         """Fails if the stream of the other host does not go on, both ways and over the same connection."""
         number = next(self._numbers)
-        self.client.end.send(frame(said.WordsHostMessage(number), encode(KeyMessage(1, "a", "b"))))
+        self.client.end.send(frame(said.ControlHostMessage(number), encode(KeyMessage(1, "a", "b"))))
         self.honest.end.send(frame(said.SignalHostMessage(number, 0)))
-        assert self.heard.get(timeout=10) == said.WordsHostMessage(number)
+        assert self.heard.get(timeout=10) == said.ControlHostMessage(number)
         assert self.back.get(timeout=10) == said.SignalHostMessage(number, 0)
         assert self.client.end.is_present(1) and self.honest.end.is_present(1)
         assert not self.honest.broken and self.honest.ended_ns is None
@@ -236,11 +236,11 @@ GREETINGS: dict[str, tuple[bytes, str]] = {
     "another message first": (frame(said.LeavesHostMessage()), "without the name of a host"),
     "an order first": (frame(said.SignalHostMessage(1, 9)), "goes the other way"),
     "a message of workers": (encode(PingMessage()), "begins with a message between hosts"),
-    "nothing": (b"", "no message"),
-    "no UTF-8": (b"\xff" * 100, "no message"),
-    "deep nesting": (DEEP, "no message"),
-    "deep nesting in a field": (b'{"kind":"hellohost","name":' + DEEP, "no message"),
-    "a kind that is no text": (b'{"kind":[]}', "no message"),
+    "nothing": (b"", "not a message"),
+    "no UTF-8": (b"\xff" * 100, "not a message"),
+    "deep nesting": (DEEP, "not a message"),
+    "deep nesting in a field": (b'{"kind":"hellohost","name":' + DEEP, "not a message"),
+    "a kind that is no text": (b'{"kind":[]}', "not a message"),
     "a name of NUL bytes": (hello("\0" * 1000), "no host of this run is called"),
     "a name that steers a terminal": (hello("\x1b[2J"), r"\x1b"),
 }
@@ -307,21 +307,21 @@ BROKEN: dict[str, bytes] = {
     "a greeting again": hello("b"),
     "an order of the other way": frame(said.SignalHostMessage(1, 9)),
     "the outcome, from a host that does not coordinate": frame(said.OutcomeHostMessage(0, "finished")),
-    "a decision, from a host that does not coordinate": frame(said.HeardHostMessage(0), b"{}"),
-    "a decision that is no text": frame(said.ToldHostMessage(0), b"\xff"),
-    "a decision below zero": frame(said.ToldHostMessage(-1), b"{}"),
-    "what no newcomer is told": frame(said.TaughtHostMessage(), encode(PingMessage())),
-    "words without words": frame(said.WordsHostMessage(1)) + b"\n",
-    "words that are no message": frame(said.WordsHostMessage(1), b"\xff\0"),
-    "words that only an agent says": frame(said.WordsHostMessage(1), encode(PingMessage())),
-    "words that are too long": encode(said.WordsHostMessage(1)) + b"\n" + b"x" * (MAX_BYTES + 1),
+    "a decision, from a host that does not coordinate": frame(said.DecisionHostMessage(0), b"{}"),
+    "a decision that is no text": frame(said.PastDecisionHostMessage(0), b"\xff"),
+    "a decision below zero": frame(said.PastDecisionHostMessage(-1), b"{}"),
+    "what no newcomer is told": frame(said.PastControlHostMessage(), encode(PingMessage())),
+    "words without words": frame(said.ControlHostMessage(1)) + b"\n",
+    "words that are not a message": frame(said.ControlHostMessage(1), b"\xff\0"),
+    "words that only an agent says": frame(said.ControlHostMessage(1), encode(PingMessage())),
+    "words that are too long": encode(said.ControlHostMessage(1)) + b"\n" + b"x" * (MAX_BYTES + 1),
     "a sign with half a place": sign(place=(1, 2)),
     "a sign at a step of 40 bits": sign(place=(1, 1 << 40, 9, 1, 1, 1, 0)),
     "a sign with other times": sign(times=("R",)),
     "a sign with a heartbeat that is none": sign(heartbeat='{"kind":"leaveshost"}'),
     "a sign with half a letter": sign(progress=(1, 1, "\ud800")),
-    "processes that are none": frame(said.HoldsHostMessage(((1,),), 0)),
-    "a worker below zero": frame(said.HoldsHostMessage(((1, -1, 5),), 0)),
+    "processes that are none": frame(said.ProcessesHostMessage(((1,),), 0)),
+    "a worker below zero": frame(said.ProcessesHostMessage(((1, -1, 5),), 0)),
     "frames that were never sent": frame(said.SignsHostMessage(10**9, 1, ())),
 }
 
@@ -402,7 +402,7 @@ def test_a_frame_that_is_too_long_does_not_come(bed: Bed, how: str) -> None:
         frame(said.ForkHostMessage(1, 7, 7)),
         frame(said.ForkHostMessage(1, 0, 10**12)),
         frame(said.TickHostMessage(10**9, 1)),
-        encode(said.WordsHostMessage(1)) + b"\n",
+        encode(said.ControlHostMessage(1)) + b"\n",
     ],
 )
 def test_a_host_does_not_obey_what_no_coordinator_says(bed: Bed, order: bytes) -> None:
@@ -432,7 +432,7 @@ def test_a_connection_that_says_little_and_slowly_is_closed(monkeypatch: pytest.
     with grpc.secure_channel(f"{HERE}:{server.port}", credentials, options) as channel, pytest.raises(grpc.RpcError):
         list(channel.stream_stream(JOIN)(iter(silent.get, b""), timeout=CUT))
     until(lambda: bool(told))
-    assert "it said nothing for 0.3 s" in told[0]
+    assert "it sent nothing for 0.3 s" in told[0]
     silent.put(b"")
     server.close()
 
@@ -448,7 +448,7 @@ def test_a_host_comes_back_through_a_flood_of_connections(bed: Bed) -> None:
         peer.end.connect()  # ends the connection of the host
         peer.ended_ns = time.monotonic_ns()
         client.end.send(WORDS)
-        assert bed.came.get(timeout=10) == said.WordsHostMessage(1)
+        assert bed.came.get(timeout=10) == said.ControlHostMessage(1)
         bed.goes_on()
     client.close()
 
@@ -459,4 +459,4 @@ def test_refusals_fill_no_log(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(4):
         assert bed.call([hello("nobody")]) is DENIED
     assert len(bed.told) == told + 2
-    assert "no more of these are told" in bed.told[-1]
+    assert "further ones are not reported" in bed.told[-1]

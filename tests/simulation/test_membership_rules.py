@@ -206,10 +206,10 @@ def a_broken_pair_is_kept_for_ever(patch: Patch) -> None:
 
 @planted(struck("silent", FOR_EVER_US), "nothing was done to it|as a mere witness")
 def a_witness_of_dark_edges_is_given_up(patch: Patch) -> None:
-    def gone_dark(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
-        return verdicts.gone_dark(state, now_ns, tuple({*state.members} - {*suspects}) or suspects, symptom)
+    def evict_suspect(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
+        return verdicts.evict_suspect(state, now_ns, tuple({*state.members} - {*suspects}) or suspects, symptom)
 
-    patch.setattr(transitions, "gone_dark", gone_dark)
+    patch.setattr(transitions, "evict_suspect", evict_suspect)
 
 
 @planted(struck("network", FOR_EVER_US), "nothing was done to it")
@@ -240,15 +240,15 @@ def the_first_that_is_done_ends_the_job(patch: Patch) -> None:
 
 @planted(lambda: troubled(1000), "when every step was committed")
 def the_end_must_be_whole(patch: Patch) -> None:
-    patch.setattr(verdicts, "cannot_go_on", verdicts.halted)
+    patch.setattr(verdicts, "finish_or_halt", verdicts.halted)
 
 
 @planted(lambda: troubled(1000), "finished after|finished with")
 def a_job_that_cannot_go_on_has_finished(patch: Patch) -> None:
-    def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
+    def finish_or_halt(state: State, exit_code: ExitCode, reason: str) -> State:
         return state._replace(phase=Phase.FINISHED, reason=reason)
 
-    patch.setattr(verdicts, "cannot_go_on", cannot_go_on)
+    patch.setattr(verdicts, "finish_or_halt", finish_or_halt)
 
 
 @planted(taken, "without its reduced gradient|is committed")

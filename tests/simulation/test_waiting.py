@@ -50,7 +50,7 @@ def test_a_job_that_is_stopped_lets_a_worker_that_waits_go_before_the_open_step_
     world = ended(replace(WAITING, faults=(Fault(0, "moment", 30, "stop"),)))
     state = world.membership
     assert (state.phase, state.epoch, state.waiting, world.workers[3].alive) == (Phase.FINISHED, 1, (), False)
-    assert [each.why for each in state.lost.values()] == ["was let go, because the run ends"]
+    assert [each.why for each in state.lost.values()] == ["was released, because the run ended"]
 
 
 def test_every_kill_with_a_worker_that_waits() -> None:

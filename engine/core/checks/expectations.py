@@ -452,12 +452,12 @@ def _epochs(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
     verdicts = [sorted(out.worker for out in epoch.verdict if out.is_loss) for epoch in history.of(EpochRecord)]
     evicted = list(filter(None, verdicts))
     lost = [sorted(strike.lost) for strike in strikes if strike.lost]
-    wrong = [f"no epoch puts out {_named(workers)}" for workers in lost if workers not in evicted]
-    wrong += [f"an epoch puts out {_named(workers)}, which no fault did" for workers in evicted if workers not in lost]
+    wrong = [f"no epoch evicts {_named(workers)}" for workers in lost if workers not in evicted]
+    wrong += [f"an epoch evicts {_named(workers)}, which no fault did" for workers in evicted if workers not in lost]
     if len(evicted) != len(lost) and not wrong:
         wrong = [f"{counted(len(evicted), 'epoch')} for {counted(len(lost), 'loss', 'losses')}"]
-    text = ", then ".join(f"one epoch puts out {_named(workers)}" for workers in evicted)
-    return _judged_hosts("epochs", wrong, text or "no epoch puts out a worker")
+    text = ", then ".join(f"one epoch evicts {_named(workers)}" for workers in evicted)
+    return _judged_hosts("epochs", wrong, text or "no epoch evicts a worker")
 
 
 def _processes(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
@@ -466,9 +466,9 @@ def _processes(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
     for started in history.of(StartedRecord):
         workers.setdefault(started.of, set()).add((started.node, started.child))
     wrong = [f"worker {of} was {len(starts)} processes" for of, starts in sorted(workers.items()) if len(starts) > 1]
-    wrong += ["all workers were started again"] * bool(history.of(RestartRecord))
+    wrong += ["all workers were restarted"] * bool(history.of(RestartRecord))
     survivors = workers.keys() - {worker for strike in strikes for worker in strike.lost}
-    return _judged_hosts("processes", wrong, f"{len(survivors)} of {len(workers)} workers went on as they were")
+    return _judged_hosts("processes", wrong, f"{len(survivors)} of {len(workers)} workers kept running")
 
 
 def _agents(strikes: Sequence[HostStrike], codes: Mapping[str, int]) -> Check:
@@ -534,7 +534,7 @@ def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> I
             continue  # a further victim: only the owner is at the named action
         number += 1
         wrong += _misses(job, fault, fault.moment, strike, history)
-    text = wrong[0] if wrong else f"{counted(number, 'fault')} struck where the scenario says"
+    text = wrong[0] if wrong else f"{counted(number, 'fault')} struck at the planned action"
     if number:
         yield Check("precision", "failed" if wrong else "passed", text)
 
@@ -565,7 +565,7 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
             )
     allowed = [named] if moment.when == "during" else []
     if fault.do in AT_ONCE and later not in ([], allowed):
-        yield f"{victim} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
+        yield f"{victim} was struck {moment.when} {_text(named)}, and continued to {_text(later[-1])}"
 
 
 def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:

@@ -245,7 +245,7 @@ class _Group:
         return {each.rank for each in self._within(RankEnded) if each.pid in pids}
 
     def _goes_on(self) -> bool:
-        """Returns whether training goes on, be it without the struck ranks."""
+        """Returns whether training continues, be it without the struck ranks."""
         last_ns = self.strikes[-1].at_ns
         return len({each.step for each in self._within(StepReport) if each.at_ns > last_ns}) >= _TRAINS_ON
 
@@ -284,8 +284,8 @@ class _Group:
         until_ns = self._until_ns if self.resume_ns is None else self.resume_ns
         before = [each for each in self._reports if each.at_ns < until_ns]
         # A launcher may tell of a failure when it is over, and once more at the end of all.
-        told = {each.text for each in self.run.of(LauncherLine) if each.at_ns < self._begin_ns}
-        words = [each for each in self._within(LauncherLine) if each.text not in told]
+        earlier = {each.text for each in self.run.of(LauncherLine) if each.at_ns < self._begin_ns}
+        words = [each for each in self._within(LauncherLine) if each.text not in earlier]
         lines = [each for each in words if each.at_ns <= until_ns]
         blamed = {each.blames for each in words if each.blames is not None}
         return ExternalRecovery(

@@ -237,7 +237,7 @@ def _samples(
     doubled = tuple(each for each, steps in counts.items() if len(steps) > len(wanted.get(each, ())))
     words = [f"{_named('sample', lost, wanted)} lost"] if lost else []
     words += [f"{_named('sample', doubled, counts)} counted too often"] if doubled else []
-    text = "; ".join(words) or f"the same {counted(len(counts), 'sample')} as the twin's, as often"
+    text = "; ".join(words) or f"the same {counted(len(counts), 'sample')} as the twin's, equally often"
     return lost, doubled, PartVerdict("samples", "different" if words else "same", text)
 
 
@@ -315,11 +315,11 @@ def _within(
     known = {place: distances[place] for place in places if place in distances}
     (step, name), largest = max(known.items(), key=lambda item: item[1], default=((0, ""), 0.0))
     if not largest <= tolerance:
-        told = f"; the largest relative difference is {largest:.3g}, of {name!r} in step {step}, {tolerance:g} allowed"
-        return PartVerdict("weights", "different", text + told)
+        note = f"; the largest relative difference is {largest:.3g}, of {name!r} in step {step}, {tolerance:g} allowed"
+        return PartVerdict("weights", "different", text + note)
     if len(known) < len(places):
-        told = f"; {counted(len(places) - len(known), 'tensor')} only as hashes, which do not show how large it is"
-        return PartVerdict("weights", "different", text + told)
+        note = f"; {counted(len(places) - len(known), 'tensor')} only as hashes, which do not show how large it is"
+        return PartVerdict("weights", "different", text + note)
     allowed = f"the largest relative difference is {largest:.3g}, {tolerance:g} allowed"
     return PartVerdict("weights", "within tolerance", f"{compared} {allowed}; other bits {text}")
 
@@ -375,8 +375,8 @@ def _losses(
     if tolerance is None:
         return PartVerdict("losses", "different", text)
     largest, step = max((relative(mine, its), report.step) for report, mine, its in pairs)
-    told = f"; the largest relative difference is {largest:.3g} in step {step}, {tolerance:g} allowed"
-    return PartVerdict("losses", "within tolerance" if largest <= tolerance else "different", text + told)
+    note = f"; the largest relative difference is {largest:.3g} in step {step}, {tolerance:g} allowed"
+    return PartVerdict("losses", "within tolerance" if largest <= tolerance else "different", text + note)
 
 
 def relative(one: float, other: float) -> float:

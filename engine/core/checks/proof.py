@@ -214,15 +214,15 @@ def _contradictions(record: ComparisonRecord, comparison: ComparisonRecord) -> I
     ours, its = ((each.compared, each.steps, each.last_step) for each in (comparison, record))
     if ours != its:
         text = f"{its[0]} of {its[1]} steps compared, up to step {its[2]}; the hashes are of {ours[0]} of {ours[1]}"
-        yield Flaw(EVENTS, f"the comparison tells of {text}, up to step {ours[2]}")
+        yield Flaw(EVENTS, f"the comparison reports {text}, up to step {ours[2]}")
     mine, recorded = comparison.difference, record.difference
     steps = [None if each is None else each.step for each in (mine, recorded)]
     if mine is not None and recorded is not None and mine.part == recorded.part:
         if replace(recorded, tensor="") != mine:
-            yield Flaw(EVENTS, f"the comparison tells of {recorded}; the hashes tell of {mine}")
+            yield Flaw(EVENTS, f"the comparison reports {recorded}; the hashes show {mine}")
     elif steps[0] != steps[1]:
         first, second = ("no difference" if each is None else f"a difference in step {each}" for each in steps)
-        yield Flaw(EVENTS, f"the comparison tells of {second}, and the hashes have {first}")
+        yield Flaw(EVENTS, f"the comparison reports {second}, and the hashes have {first}")
 
 
 def _of_records(history: RunHistory) -> Iterator[Flaw]:
@@ -261,7 +261,7 @@ def _checked(of: Computation, flaws: list[Flaw]) -> Iterator[Step]:
 def _wrong_step(of: Computation, step: int, rows: list[TrajectoryRow], before: int) -> str:
     """Returns in words the first mistake in the rows of a step; empty if there is none."""
     if step <= before:
-        return f"step {step} stands behind step {before}"
+        return f"step {step} comes after step {before}"
     if [row.layer for row in rows] != list(range(of.num_layers or len(rows))):
         return f"step {step} has not one row for each layer"
     for source, loss_of in of.losses.items():
@@ -280,12 +280,12 @@ def _other_hashes(of: Computation, step: int, rows: list[TrajectoryRow], hashes:
         place = f"step {step}, layer {row.layer}"
         if row.layer not in hashes.states:
             if of.is_alone:
-                return f"{place}: no worker has told this hash"
+                return f"{place}: no worker reported this hash"
             continue
         if hashes.states[row.layer] != row.state:
-            return f"{place}: the workers have told another hash of the weights and optimizer state"
+            return f"{place}: the workers reported another hash of the weights and optimizer state"
         buffers = [hashes.buffers.get((row.layer, each)) for each in range(of.num_pipelines)]
         whole = [each for each in buffers if each is not None]
         if len(whole) == len(buffers) and joined_buffers(whole) != row.buffers:
-            return f"{place}: the workers have told another hash of the buffers"
+            return f"{place}: the workers reported another hash of the buffers"
     return ""

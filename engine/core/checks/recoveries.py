@@ -82,7 +82,7 @@ class StepLengths:
     _is_usual: bool = False  # the open step
 
     def begin(self, at_ns: int) -> None:
-        """Notes that training goes on; the first time, training begins."""
+        """Notes that training continues; the first time, training begins."""
         self.since_ns = at_ns if self.since_ns is None else self.since_ns
 
     def commit(self, at_ns: int, recovered: bool) -> None:
@@ -240,7 +240,7 @@ class Recovery:
         parts += [f"worker {heir} {takes} {self._taken_by(heir)}" for heir in sorted({new for *_, new in self.heirs})]
         if self.resume_ns is None:
             return "; ".join([*parts, "not recovered"])
-        parts += ["went on from a checkpoint"] * self.is_from_checkpoint
+        parts += ["resumed from a checkpoint"] * self.is_from_checkpoint
         lost = f", {counted(self.lost_steps, 'step')} lost" if not planned else ""
         return "; ".join([*parts, f"training stalled for {self.stall}{lost}"])
 
@@ -258,7 +258,7 @@ class Recovery:
     def _how(self, out: Exclusion) -> str:
         """Returns why a worker is out, after its last action; the last heartbeat, which lags, only without one."""
         at = self.last_actions[out.worker]
-        return out.why if at is None else f"{out.how}{',' if ',' in out.how else ''} after {at[1]} of step {at[0]}"
+        return out.why if at is None else f"{out.how}{',' if ',' in out.how else ''} in step {at[0]} after {at[1]}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the recovery as plain values, times in milliseconds."""

@@ -99,7 +99,7 @@ class ExternalExpect:
     """The expected results of a job of another launcher; None means unchecked."""
 
     outcome: ExternalOutcome = described(
-        "recovered", "recovered: the job trains on after the faults and exits with 0; failed: it does not"
+        "recovered", "recovered: the job keeps training after the faults and exits with 0; failed: it does not"
     )
     trajectory: Literal["identical"] | None = described(
         None, "the reported hashes of the state are those of the same command without faults"
@@ -160,7 +160,7 @@ def external_problems(scenario: ExternalScenario, num_ranks: int | None, *, is_a
         hint = "a job that runs already has no twin"
         yield Problem("expect", "neither trajectory nor samples", "--attach", hint)
     if scenario.expect.culprit and not scenario.launcher.blame:
-        hint = "its words for a failure are not known"
+        hint = "how it reports a failure is not known"
         yield Problem("expect.culprit", "a launcher that blames ranks", scenario.launcher.name, hint)
     for number, fault in enumerate(scenario.faults):
         yield from _fault_problems(f"faults.{number}", fault, scenario, num_ranks)
@@ -177,7 +177,7 @@ def _fault_problems(
                 yield Problem(place, f"a rank below {num_ranks}", str(rank), f"the command starts {num_ranks}")
     yield from _target_problems(at, fault, launcher)
     if moment.rank is not None and moment.step is None:
-        yield Problem(f"{at}.at.rank", "a step beside it", "none", "the rank is the one that reports the step")
+        yield Problem(f"{at}.at.rank", "a step with it", "none", "the rank is the one that reports the step")
     if moment.progress is not None and part_of(moment.progress) is None:
         yield Problem(f"{at}.at.progress", "a part such as 50%", repr(moment.progress))
     elif moment.progress is not None and scenario.steps is None:
@@ -199,11 +199,11 @@ def _target_problems(at: str, fault: ExternalFault, launcher: Launcher) -> Itera
     elif fault.do == "cut" and (len(set(target.numbers)) != 2 or target.child is not None or target.group is not None):
         yield Problem(f"{at}.target", "two ranks such as ranks: [0, 1]", target.in_words(), "their connections are cut")
     elif target.group is not None and target.numbers:
-        yield Problem(f"{at}.target", "a group alone", "ranks beside it", "all its ranks are struck")
+        yield Problem(f"{at}.target", "a group alone", "ranks with it", "all its ranks are struck")
     elif not target.numbers and target.group is None and not target.launcher and fault.do != "disk-full":
         yield Problem(f"{at}.target", "a rank, ranks, a group or launcher: true", "none of them", "name the victim")
     if target.launcher and (target.numbers or target.group is not None or target.child is not None):
-        yield Problem(f"{at}.target", "the launcher alone", "ranks beside it", "a child is that of a rank")
+        yield Problem(f"{at}.target", "the launcher alone", "ranks with it", "a child is that of a rank")
     if target.launcher and not launcher.has_launcher:
         yield Problem(f"{at}.target.launcher", "a rank", "launcher", f"{launcher.name} has no process above its ranks")
     if target.child is not None and (wrong := pattern_error(target.child)):

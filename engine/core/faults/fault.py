@@ -339,11 +339,11 @@ HOST_KINDS: Mapping[str, FaultKind] = MappingProxyType(
             ("kill-agent", "host", True, "SIGKILL to the agent of a host, with which its workers end"),
             (
                 *("power-off", "host", True),
-                "the link of a host is cut, then all its processes end, so no word of them leaves it",
+                "the link of a host is cut, then all its processes end, so none of their messages leaves it",
             ),
             (
                 *("cut-host", "host", True),
-                "the link of a host is cut, and the host goes on: it ends its workers before its lease can expire",
+                "the link of a host is cut, and the host lives on: it ends its workers before its lease can expire",
             ),
             ("kill-coordinator", "coordinator", True, "SIGKILL to the agent of the host that coordinates"),
             ("kill-etcd-leader", "etcd-leader", False, "SIGKILL to the member of etcd that leads; no host is lost"),

@@ -112,7 +112,7 @@ LAUNCHERS = {
             "bamboo",
             ("bamboo", "bamboo_cli"),
             title=r"bamboo-(\d+)",
-            blame=r"^worker (?P<rank>\d+) (?:was ended by|has been silent for|hands over)",
+            blame=r"^worker (?P<rank>\d+) (?:was killed|has been silent for|hands over)",
         ),
         Launcher(
             "ray",

@@ -87,11 +87,9 @@ class Expect:
 
     outcome: Outcome = described("recovered", "the outcome of the run (default recovered)")
     trajectory: Agreement | None = described(None, "every committed step has the bits of the fault-free twin")
-    steps_lost: int | None = described(None, "committed steps that are done again, at most")
+    steps_lost: int | None = described(None, "committed steps that are trained again, at most")
     samples: Literal["exactly-once"] | None = described(None, "every committed step counts every sample once")
-    culprit: Literal["exact", "nobody"] | None = described(
-        None, "exact: the struck workers are excluded, and no others"
-    )
+    culprit: Literal["exact", "nobody"] | None = described(None, "exact: the struck workers are evicted, and no others")
     leftovers: Literal["none"] | None = described(None, "no process, socket, shared memory, file or key stays behind")
     recovery: Limits | None = described(None, "limits on the duration of a recovery")
     notice: NoticeKind | None = described(None, "the wrong numbers that the run must notice, with outcome noticed")

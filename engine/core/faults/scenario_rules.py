@@ -63,22 +63,22 @@ def impossible_expectations(
         hint = "the comparison needs the hashes of every step: set audit: 1 in the job"
         yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
     if expect.trajectory is not None and not job.deterministic:
-        yield Problem("deterministic", "true beside a comparison with a twin", "false", NO_TWIN)
+        yield Problem("deterministic", "true with a comparison with a twin", "false", NO_TWIN)
     if expect.outcome != "recovered" and expect.recovery is not None:
         hint = "a run that stops has no recovery to time"
-        yield Problem("expect.recovery", "outcome recovered beside it", repr(expect.outcome), hint)
+        yield Problem("expect.recovery", "outcome recovered with it", repr(expect.outcome), hint)
     if expect.outcome == "noticed" and expect.notice is None:
         hint = "the wrong numbers that the run must notice; another error must not pass"
-        yield Problem("expect.notice", f"one of {', '.join(NOTICES)} beside outcome noticed", "nothing", hint)
+        yield Problem("expect.notice", f"one of {', '.join(NOTICES)} with outcome noticed", "nothing", hint)
     if expect.outcome != "noticed" and expect.notice is not None:
-        yield Problem("expect.notice", "outcome noticed beside it", repr(expect.outcome))
+        yield Problem("expect.notice", "outcome noticed with it", repr(expect.outcome))
     is_kept = _keeps_before_the_end(job)
     if expect.outcome == "resumable" and not is_kept:
         hint = f"with checkpoint_every {job.checkpoint_every!r} there is no checkpoint before the end"
-        yield Problem(_PLACE, "a job that keeps checkpoints beside it", "'resumable'", hint)
+        yield Problem(_PLACE, "a job that keeps checkpoints with it", "'resumable'", hint)
     if faults is None:
         return
-    sure = _why_kept(job, faults, kinds) or _why_goes_on(job, faults, kinds)
+    sure = _why_kept(job, faults, kinds) or _why_restarts(job, faults, kinds)
     if expect.outcome == "resumable" and is_kept and sure:
         yield Problem(_PLACE, "recovered", "'resumable'", sure)
     if expect.outcome == "recovered" and not (is_kept and job.restarts) and (why := _why_lost(job, faults, kinds)):
@@ -150,12 +150,12 @@ def _keeps_by_time(job: Job, keeping: KeepRule) -> bool:
     return keeping.needs_time and job.checkpoint_every != Job().checkpoint_every
 
 
-def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
+def _why_restarts(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     """Returns why a run surely goes on from a checkpoint by itself; empty if its restarts may be used up."""
     lost = sum(_most_victims(each) for each in faults.values() if ends(each.do, kinds))
     if lost > job.restarts or any(not ends(each.do, kinds) and not _is_harmless(each) for each in faults.values()):
         return ""
-    return f"{lost} workers are lost at most, and the run goes on by itself {job.restarts} times: set restarts: 0"
+    return f"{lost} workers are lost at most, and the run restarts by itself {job.restarts} times: set restarts: 0"
 
 
 def _most_victims(wanted: FaultSpec) -> int:
@@ -504,10 +504,10 @@ def _count(place: str, wanted: FaultSpec, job: Job, *, one_only: bool) -> Iterat
         where = f"{job.slot_noun}s in a pipeline" if target.adjacent else "slots"
         yield Problem(f"{place}.count", f"a whole number <= {most}", str(target.count), f"there are {most} {where}")
     if target.count == 1 and target.adjacent is not None:
-        yield Problem(f"{place}.adjacent", "a count of 2 or more beside it", "count 1")
+        yield Problem(f"{place}.adjacent", "a count of 2 or more with it", "count 1")
     first_is_known = isinstance(wanted.trigger, (At, Every)) or _named(target)
     if target.count > 1 and (one_only or not first_is_known):
-        yield Problem(f"{place}.count", "1 beside a worker or such a role", str(target.count), "name a slot, or random")
+        yield Problem(f"{place}.count", "1 with a worker or such a role", str(target.count), "name a slot, or random")
 
 
 def _named(target: Target) -> list[str]:
@@ -526,7 +526,7 @@ def _place(faults: Mapping[int, FaultSpec], of_hosts: Mapping[int, FaultSpec], o
         yield Problem("faults", "no faults of hosts in a run on one host", "some", hint)
     if len(faults) > len(of_hosts) and (of_hosts or on.number):
         hint = "on several hosts a worker is struck from outside: do: kill-worker"
-        yield Problem("faults", "no other faults beside hosts to break", "some", hint)
+        yield Problem("faults", "no other faults with hosts to break", "some", hint)
 
 
 def _of_a_host(place: str, wanted: FaultSpec, on: OnHosts, job: Job | None) -> Iterator[Problem]:
@@ -534,7 +534,7 @@ def _of_a_host(place: str, wanted: FaultSpec, on: OnHosts, job: Job | None) -> I
     target = wanted.target
     if job is not None and (step < 1 or (job.has_steps and step >= job.steps)):
         last = job.steps - 1 if job.has_steps else "the last"
-        hint = "" if step else "a run that is struck before its first commit does not go on"
+        hint = "" if step else "a run that loses a host before its first commit may not continue"
         yield Problem(f"{place}.at.step", f"a step from 1 to {last}", str(step), hint)
     if on.number and target.host and (number := number_of(target.host)) is not None and number >= on.number:
         yield Problem(f"{place}.target.host", f"a host from h0 to h{on.number - 1}", repr(target.host))

@@ -489,4 +489,4 @@ def _gaps(host: HostRecords, clock: SharedClock, end_ns: int) -> Iterator[str]:
     yield from map(str, host.of(LostRecord))
     if not host.of(EndedRecord) and clock.knows(host.node):
         last_ns = max((clock.at(host.node, record.at_ns).at_ns for record in host.of(StampedRecord)), default=end_ns)
-        yield f"its records stop {(end_ns - last_ns) / _S:.3f} s before those of the run, and do not tell its end"
+        yield f"its records stop {(end_ns - last_ns) / _S:.3f} s before those of the run, and do not include its end"

@@ -329,10 +329,10 @@ class ComparisonRecord(StampedRecord):
         return self.disturbed is None or self.difference.step < self.disturbed
 
     @property
-    def as_told(self) -> str:
+    def unproven_text(self) -> str:
         """The words of a reader that has this record alone, and not the hashes that prove it."""
         finding = "no difference" if self.difference is None else f"a difference in step {self.difference.step}"
-        return f"compared with its twin as it ended, {self.compared} of {self.steps} steps: {finding}"
+        return f"compared with its twin at the end, {self.compared} of {self.steps} steps: {finding}"
 
     def __str__(self) -> str:
         if self.difference is None:

@@ -232,7 +232,7 @@ class KeptRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnkeptRecord(StampedRecord):
-    """The state after a step was to be kept as a checkpoint, and is not; training goes on."""
+    """The state after a step was to be kept as a checkpoint, and is not; training continues."""
 
     step: int
     why: str

@@ -5,7 +5,7 @@
 Each public function handles one kind of input: it returns the agent after it, and the outputs in their order.
 
 Rules: a process gets SIGKILL once, by the verdict of the coordinator or after a deadline. A process that is there ten
-seconds later is named and left behind, also while training goes on; nothing waits for it any more. The agent decides
+seconds later is named and left behind, also while training continues; nothing waits for it any more. The agent decides
 nothing about training: the first signal asks the coordinator to end the run after the open step.
 """
 
@@ -44,7 +44,7 @@ class KillWorker(NamedTuple):
 
 
 class LeaveBehind(NamedTuple):
-    """Names a worker whose process does not end by SIGKILL; nothing waits for it from now on."""
+    """Names a worker whose process survived SIGKILL; nothing waits for it from now on."""
 
     worker: int
 
@@ -242,13 +242,13 @@ def host_for_one_more(dealt: Mapping[int, str], hosts: Sequence[str]) -> str:
 # told to a host before it is told to its workers, so a host with a vote for a step has heard of all steps before it.
 
 
-def unheard(known: int, told: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
+def missing_decisions(known: int, stored: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
     """Returns the decisions that a host lacks, which knows the first ones, `known` of them.
 
-    `told` has of each other host some decisions by number. Raises InvariantError if two hosts contradict each other.
+    `stored` has of each other host some decisions by number. Raises InvariantError if two hosts contradict each other.
     """
     lines: dict[int, str] = {}
-    for decisions in told:
+    for decisions in stored:
         for number, line in decisions.items():
             if lines.setdefault(number, line) != line:
                 raise InvariantError(f"two hosts have heard different decisions, both with number {number}")

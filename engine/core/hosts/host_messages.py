@@ -2,21 +2,21 @@
 
 host                                  coordinator's host
 HelloHost ------------------------->  knows the host, by name and incarnation
-<----------------------- HailedHost   each sends again all that the other has not received
-HoldsHost ------------------------->  first of all: its processes, which another coordinator takes over
-ToldHost -------------------------->  the decisions that it was told, and the next coordinator may not have been
-TaughtHost ------------------------>  what its workers were told, and each newcomer is told too
-WordsHost, then SaidAllHost ------->  the words of these, as far as the one before may have lost it
+<------------------- HelloReplyHost   each resends all that the other has not received
+ProcessesHost --------------------->  first of all: its processes, which another coordinator takes over
+PastDecisionHost ------------------>  decisions that it has, and the next coordinator may lack
+PastControlHost ------------------->  messages that its workers got, and each newcomer must get
+ControlHost, then ResendDoneHost -->  messages of its workers, where the previous coordinator may have lost them
 <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
-ForkedHost, or UnforkedHost ------->
-<---------- WordsHost ------------->  a control message of a worker, or to one, which follows in the frame
+ForkedHost, or ForkFailedHost ----->
+<--------- ControlHost ------------>  a control message of a worker, or to one, which follows in the frame
 <----------------------- SignalHost
 EndedHost ------------------------->  after the last words of the worker, and its last sign of life
 SignsHost ------------------------->  four times a second: signs of life, places and times of all workers
 <------------------------- TickHost   four times a second
-<------------------------ HeardHost   a decision, as the coordinator's host has recorded it
+<--------------------- DecisionHost   a decision, as the coordinator's host has recorded it
 <--------- ShippedHost ------------>  parts of the files of records, when nothing else waits to be sent
-<---------- KeptHost -------------->  so much of these files is kept: the next part may come
+<------- StoredSizesHost ---------->  so much of these files is stored: the next part may come
 LeavesHost ------------------------>  the host ends, and has no worker any more
 <----------------------- OutcomeHost  the run has ended
 """
@@ -51,14 +51,14 @@ class HelloHostMessage(FromOtherHost):
 
 
 @message
-class HailedHostMessage(ToOtherHost):
+class HelloReplyHostMessage(ToOtherHost):
     """The answer."""
 
     received: int
 
 
 @message
-class HoldsHostMessage(FromOtherHost):
+class ProcessesHostMessage(FromOtherHost):
     """The processes of a host: number, worker, pid, the exit code of one that has ended; and its decisions."""
 
     processes: tuple[tuple[int, ...], ...]
@@ -66,8 +66,8 @@ class HoldsHostMessage(FromOtherHost):
 
 
 @message
-class SaidAllHostMessage(FromOtherHost):
-    """All has been said again that another coordinator has to hear."""
+class ResendDoneHostMessage(FromOtherHost):
+    """All that another coordinator needs has been sent again."""
 
 
 @message
@@ -88,7 +88,7 @@ class ForkedHostMessage(FromOtherHost):
 
 
 @message
-class UnforkedHostMessage(FromOtherHost):
+class ForkFailedHostMessage(FromOtherHost):
     """The host could not fork a worker."""
 
     cut_note = CUT
@@ -97,7 +97,7 @@ class UnforkedHostMessage(FromOtherHost):
 
 
 @message
-class WordsHostMessage(FromOtherHost, ToOtherHost):
+class ControlHostMessage(FromOtherHost, ToOtherHost):
     """A control message of a process, or to one, follows in the frame."""
 
     process: int
@@ -145,10 +145,10 @@ class TickHostMessage(ToOtherHost):
 
 
 @message
-class HeardHostMessage(ToOtherHost):
-    """The coordinator's host has recorded a decision; each host keeps it, so no disk has the only copy.
+class DecisionHostMessage(ToOtherHost):
+    """A decision that the coordinator's host has recorded; each host stores it, so no disk has the only copy.
 
-    Its line follows in the frame. A take-over numbers no decision anew.
+    Its line follows in the frame. A takeover does not renumber decisions.
     """
 
     number: int
@@ -163,23 +163,23 @@ class ShippedHostMessage(FromOtherHost, ToOtherHost):
 
 
 @message
-class KeptHostMessage(FromOtherHost, ToOtherHost):
-    """The answer: the bytes that are kept of each file, which is named by its host and its path."""
+class StoredSizesHostMessage(FromOtherHost, ToOtherHost):
+    """The answer: how many bytes of each file are stored; a file has the name of its host and its path."""
 
     sizes: tuple[tuple[str, str, int], ...]
     is_last: bool
 
 
 @message
-class ToldHostMessage(FromOtherHost):
-    """A decision that the host was told, and the one that takes over may lack; its line follows in the frame."""
+class PastDecisionHostMessage(FromOtherHost):
+    """A decision that the host received, and its next coordinator may lack; its line follows in the frame."""
 
     number: int
 
 
 @message
-class TaughtHostMessage(FromOtherHost):
-    """A control message to workers of the host that the one that takes over may not know; it follows in the frame."""
+class PastControlHostMessage(FromOtherHost):
+    """A control message that workers of the host got, and the next coordinator may lack; it follows in the frame."""
 
 
 @message

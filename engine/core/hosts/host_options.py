@@ -62,7 +62,7 @@ def _of_run(options: HostOptions) -> list[Problem]:
     problems = []
     if not options.etcd:
         hint = "the hosts of a run meet in a kept etcd, which outlives each of them"
-        problems.append(Problem("--hosts", "--etcd beside it", "nothing", hint))
+        problems.append(Problem("--hosts", "--etcd with it", "nothing", hint))
     if not RUN_ID.fullmatch(options.run_id):
         hint = "the same on every host, such as the number that a scheduler gives"
         problems.append(Problem("--run", "at most 100 letters, digits and . _ -", repr(options.run_id), hint))

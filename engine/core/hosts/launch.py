@@ -114,7 +114,7 @@ def _of_names(place: str, plan: LaunchPlan) -> list[Problem]:
     named = ",".join(plan.hosts)
     if place == "ssh" and not plan.hosts:
         return [
-            Problem("--hosts", "the names of the hosts", str(plan.num_hosts), "ssh is told each host: --hosts a,b,c")
+            Problem("--hosts", "the names of the hosts", str(plan.num_hosts), "ssh needs their names: --hosts a,b,c")
         ]
     if place in ("k8s", "ray") and plan.hosts:
         who = "Kubernetes" if place == "k8s" else "Ray"

@@ -29,12 +29,12 @@ def hugging_face_fields(
     beside it, and for random weights without a path.
     """
     if not path:
-        problem = Problem("--hf-random", "--hf ID_OR_FOLDER beside it")
+        problem = Problem("--hf-random", "--hf ID_OR_FOLDER with it")
         if is_random:
             raise UserError([problem])
         return {}, {}
     if given.get("model") is not None:
-        raise UserError([Problem("--hf", "no other model beside it", repr(given["model"]))])
+        raise UserError([Problem("--hf", "no other model with it", repr(given["model"]))])
     fields, args = {"model": MODEL}, dict[str, Scalar]({"model_args.path": path})
     if is_random:
         args["model_args.random"] = True

@@ -70,16 +70,16 @@ class Job:
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
         1,
-        "blocks per stage; each block has its own owner and shadow, and kills and scenarios name blocks instead of "
-        "stages; elastic jobs: usually 4",
+        "blocks per stage, each with its own owner and shadow; kills and scenarios then name blocks, not stages; "
+        "elastic jobs usually default to 4",
     )
     elastic: bool = described(
         False, "move stages (with --blocks: blocks) between workers after one is lost or leaves; best with --blocks"
     )
     adapt_schedule: int = described(
         0,
-        "change to a schedule that saves a tenth of a step by the measured times of stages and transfers, if a worker "
-        "stashes at most N microbatches in it; 0 = never",
+        "switch to another schedule once measured times predict a step at least 10 % shorter, if it stashes at most N "
+        "microbatches per worker; 0 = never",
     )
     standby: int = described(
         0, "extra workers, with code and data loaded, that replace dead ones; makes the job elastic"
@@ -90,7 +90,7 @@ class Job:
     steps: int = described(80, "optimizer steps")
     epochs: int = described(
         0,
-        "passes over a finite training set; sets steps so that each sample is used this many times; 0 = use steps",
+        "passes over a finite training set; the number of steps follows from it; 0 = use steps",
     )
     schedule: str = described(
         "1f1b",
@@ -100,7 +100,7 @@ class Job:
     stages_per_worker: int = described(1, "stages of one pipeline on each worker (V)")
     workers: int = described(
         0,
-        "worker processes; 0 = pipelines x stages / stages-per-worker; if fewer, they share the stages",
+        "worker processes; 0 = pipelines x stages / stages-per-worker; fewer workers get several stages each",
     )
     placement: PlacementChoice = described(
         "auto", "which stages share a worker: loop, v (there and back), or auto (the schedule's default)"
@@ -111,8 +111,8 @@ class Job:
     optimizer_args: Args = described(dict, "arguments of the optimizer, such as weight_decay or momentum")
     param_groups: str = described(
         "",
-        "optimizer arguments by parameter name: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr is a factor: here a "
-        "tenth of the job's learning rate",
+        "optimizer arguments by parameter name: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr multiplies the job's "
+        "learning rate",
     )
     lr: float = described(2e-3, "peak learning rate")
     lr_schedule: str = described(
@@ -132,8 +132,8 @@ class Job:
     scaler_args: Args = described(dict, "arguments of the float16 loss scale, such as growth_interval")
     loss_normalisation: LossNormalisation = described(
         "microbatches",
-        "the loss of a step. microbatches: the mean over them; tokens: the mean over the targets of the step that "
-        "count (are not -100); next-tokens: the same for a loss that shifts its targets by one",
+        "how the loss of a step is averaged: over its microbatches, or over its tokens, which are all targets but "
+        "those equal to -100; next-tokens: the same for a loss that shifts its targets by one",
     )
     partition: str = described("uniform", PARTITION_FORMS)
     split: str = described(
@@ -143,9 +143,8 @@ class Job:
     )
     redundancy: Redundancy = described(
         "lazy",
-        "who can take over a stage. lazy: a shadow with up-to-date weights; eager: that shadow, which also runs the "
-        "stage's forwards when idle; reroute: the next pipeline, or else a shadow; none: no shadows, "
-        "only another pipeline",
+        "who can take over a stage. lazy: a shadow with up-to-date weights; eager: a shadow that also runs the stage's "
+        "forwards when idle; reroute: the next pipeline, or else a shadow; none: only another pipeline",
     )
     redundancy_level: int = described(
         1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"
@@ -159,7 +158,7 @@ class Job:
     activation_checkpoint: int = described(0, "recompute activations in groups of N layers; 0 = off")
     device: DeviceKind = described(
         "auto",
-        "where layers compute: cpu, cuda, or auto (cuda if every worker can have a GPU of its own); changes bits",
+        "where layers compute: cpu, cuda, or auto (cuda if every worker can have its own GPU); changes bits",
     )
     share_gpu: bool = described(False, "let several workers share a GPU; slow, because they take turns: for tests")
     residuals: ResidualChoice = described(
@@ -174,18 +173,18 @@ class Job:
     )
     offload: OffloadPlace = described(
         "none",
-        "host: copy residuals that a worker needs late to its host, and back before their backward, as far as the link "
-        "carries them beside computing; none: keep them on the device",
+        "host: copy activations saved for the backward to host memory and back, as many as overlap with compute; none: "
+        "keep them on the device",
     )
     offload_time: float = described(
-        0.5, "how long a link takes for the residual of a microbatch, in forwards of its stage; for offload host"
+        0.5, "with --offload host: time to copy what one forward saves, as a multiple of the time of that forward"
     )
     deterministic: bool = described(True, "the deterministic settings of torch and CUDA; changes bits")
     backend: Backend = described("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
     seed: int = described(0, "seed of weights, data and dropout")
     init: str = described(
         "",
-        "start from these weights: FILE.safetensors, FILE.pt or a folder, with the names and shapes of the state_dict",
+        "start from these weights: FILE.safetensors, FILE.pt or a folder, with names and shapes as in the state_dict",
     )
     threads: int = described(1, "compute threads per worker; changes bits")
     check_pure: bool = described(
@@ -196,10 +195,10 @@ class Job:
     layer_norms: int = described(0, "record the gradient norm of each layer every N steps; 0 = off")
     validate_every: int = described(20, "run a validation every N steps or epochs (1epoch); 0 = off")
     validation_microbatches: int = described(
-        8, "microbatches of each evaluation set per validation; 0 = every sample once"
+        8, "microbatches that a validation takes from each evaluation set; 0 = every sample once"
     )
     predict_args: Args = described(
-        dict, "what bamboo predict sets: samples, rows, file; with them only forwards run, over these samples"
+        dict, "set by bamboo predict: samples, rows, file; only forwards run, over these samples"
     )
     metrics: str = described(
         "", "validation metrics, comma-separated: accuracy, perplexity, NAME=package.module:function (trusted code)"
@@ -211,8 +210,8 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for longer than this and than 10x its slowest recent action; five times "
-        "as long if it is using the CPU",
+        "evict a worker stuck in one action for this long, or for 10x its slowest recent action if longer; five times "
+        "as long while it uses the CPU",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
@@ -229,7 +228,7 @@ class Job:
     early_stop: str = described(
         "",
         "stop when validations no longer improve: METRIC[:PATIENCE[:MIN_DELTA]], such as loss:3 or accuracy:5:0.001; "
-        "patience (3) counts validations",
+        "patience counts validations (default 3)",
     )
     checkpoints: str = described("", "folder or URL (s3://...) for checkpoints; default: the run's folder")
     restarts: int = described(

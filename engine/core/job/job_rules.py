@@ -29,12 +29,12 @@ from engine.core.ownership import Grid, PlacementChoice, directions_of, fresh
 from engine.core.program.build import build_program
 from engine.core.program.schedule_csv import (
     cell_of,
+    has_placement,
     is_text,
     lists_from_csv,
     named_pairs,
     placement_of,
     stages_on,
-    stands_as,
 )
 from engine.core.program.schedules import OVERLAPS, SCHEDULES, Schedule, overlap_of, pairs_of
 from engine.core.program.verify import Violation, verify
@@ -139,7 +139,7 @@ def _check_text(
         hint = f"{num_workers * stages_per_worker} stages, {stages_per_worker} on each worker"
         return [Problem("schedule", expected, f"{len(lists)} rows", hint)]
     placement = placement_of(text, choice)
-    if not stands_as(lists, placement):
+    if not has_placement(lists, placement):
         expected = f"the stages on the workers as placement {placement} has them"
         stands = (f"stage {stage} on worker {worker}" for stage, worker in sorted(stages_on(lists).items()))
         return [Problem("schedule", expected, ", ".join(stands))]
@@ -182,7 +182,7 @@ def _in_text(broken: Violation, text: str, program: Program) -> Violation:
 _LEAST_PATIENCE_NS = 100_000_000
 
 
-_MOST_ADAPTED = 4096  # the policy runs every schedule dry while training goes on
+_MOST_ADAPTED = 4096  # the policy runs every schedule dry while training continues
 
 
 def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
@@ -291,7 +291,7 @@ def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
         hint = "NCCL sends between GPUs; --device cuda computes on them"
         problems.append(Problem("backend", "auto or direct with device cpu", "'nccl'", hint))
     if job.variable_shapes and job.backend == "nccl":
-        hint = "NCCL needs the size of a message before it comes; --backend direct tells it with the message"
+        hint = "NCCL needs the size of a message before it comes; --backend direct sends it with the message"
         problems.append(Problem("variable_shapes", "false with backend nccl", "true", hint))
     if job.device == "cpu" and job.retain == "cpu":
         hint = "what the CPU computes lies on the host already"

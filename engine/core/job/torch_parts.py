@@ -332,7 +332,7 @@ def scaling_problems(job: Job) -> Iterator[Problem]:
     """Yields the problems with the arguments of the scale."""
     if job.dtype != "float16":
         for name in job.scaler_args:
-            yield Problem(f"scaler_args.{name}", "dtype float16 beside it", job.dtype, "no other dtype needs a scale")
+            yield Problem(f"scaler_args.{name}", "dtype float16 with it", job.dtype, "no other dtype needs a scale")
         return
     if problems := argument_problems("scaler_args", SCALER_ARGUMENTS, job.scaler_args):
         yield from problems

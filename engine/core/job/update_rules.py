@@ -73,7 +73,7 @@ def _group(part: str) -> ParamGroup:
     if not colon or not pattern:
         raise ValueError(f"{part.strip()!r} has no pattern before a colon")
     if wrong := pattern_error(pattern):
-        raise ValueError(f"{pattern!r} is no regular expression: {wrong}")
+        raise ValueError(f"{pattern!r} is not a regular expression: {wrong}")
     args: Args = {}
     for setting in _NEXT.split(rest):
         match = _NAMED.fullmatch(setting)
@@ -120,7 +120,7 @@ def _written(value: object) -> str:
         return ",".join(map(str, value))
     if isinstance(value, (int, float, str)):
         return str(value)
-    raise ValueError(f"{value!r} is no value of an argument")
+    raise ValueError(f"{value!r} cannot be the value of an argument")
 
 
 def group_of(groups: Sequence[ParamGroup], name: str) -> ParamGroup | None:
@@ -184,7 +184,7 @@ def _early_stop_problems(job: Job) -> Iterator[Problem]:
     if job.early_stop and early_stop_of(job.early_stop) is None:
         yield Problem("early_stop", EARLY_STOP_FORM, repr(job.early_stop))
     elif job.early_stop and not job.validate_every:
-        yield Problem("early_stop", "validations beside it", repr(job.early_stop), "set --validate-every")
+        yield Problem("early_stop", "validations with it", repr(job.early_stop), "set --validate-every")
 
 
 def _monitor_problems(job: Job) -> Iterator[Problem]:

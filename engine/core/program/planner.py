@@ -116,15 +116,15 @@ def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     return _digested(Plan(step, program, adopted, (), ""))
 
 
-def plan_of(repair: Repair, program: Program, ownership: Ownership, step: int, told: str = "") -> Plan:
+def plan_of(repair: Repair, program: Program, ownership: Ownership, step: int, change: str = "") -> Plan:
     """Returns the plan that a repair is; `program` has the compute actions and transfers of the step as it began.
 
-    What was `told` decides the digest, if the repair is the part of one member.
+    `change`, what its coordinator sent, decides the digest if the repair is the part of one member.
     """
     there = frozenset(_ends(ownership, repair.done, repair.logged))
     end = partial(with_end, ownership=ownership, there=there, healing=frozenset(repair.healing))
     plan = Plan(step, RepairedProgram(repair.rests, program, end), repair.adopted, (), "", repair)
-    return _digested(plan, (told or repr((ownership, repair)),))
+    return _digested(plan, (change or repr((ownership, repair)),))
 
 
 def _repaired(source: PlanInput, base: Baseline, adopted: tuple[Slot, ...], done: frozenset[Slot]) -> Repair | None:

@@ -178,11 +178,11 @@ def placement_of(schedule: str, choice: PlacementChoice) -> Placement:
         return choice
     if is_text(schedule):
         lists = lists_from_csv(schedule)
-        return next((each for each in _PLACEMENTS if stands_as(lists, each)), "loop")
+        return next((each for each in _PLACEMENTS if has_placement(lists, each)), "loop")
     return SCHEDULES[schedule].placement
 
 
-def stands_as(lists: ComputeLists, placement: Placement) -> bool:
+def has_placement(lists: ComputeLists, placement: Placement) -> bool:
     """Returns whether compute lists have each stage on the worker that a placement gives it."""
     stages = stages_on(lists)
     return all(worker_of(stage, len(lists), placement) == worker for stage, worker in stages.items())

@@ -84,7 +84,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class SearchResult:
     """What was found and the named schedules, the shortest within the limit first; none can be shorter than `least`."""
 
     rows: tuple[Candidate, ...]
@@ -104,7 +104,7 @@ def searched(
     profile: Profile,
     memory: float | None = None,
     steps: int = STEPS,
-) -> Searched:
+) -> SearchResult:
     """Returns the shortest schedule in which a worker stashes at most `memory` microbatches of its layers (>= 1).
 
     Without `memory` the hungriest named schedule sets the limit. Those that take V stages per worker are tried. `steps`
@@ -140,7 +140,7 @@ def searched(
         Candidate(name, placement, length_of(of, profile), most_stash(of) / stages_per_worker, most_stash(of) <= stash)
         for name, placement, of in everything
     ]
-    return Searched(
+    return SearchResult(
         tuple(sorted(rows, key=lambda row: (not row.fits, row.length, row.schedule != "found"))),
         lists,
         min(_least(shape, profile) for _, shape in made),

@@ -216,7 +216,7 @@ class Duties:
             return "runs a forward again that has not been counted"
         if op is Op.F and not counted and _is_done((pipeline, stage), self._ownership, self._there):
             return ""  # it updates the buffers, which the activations of later microbatches depend on
-        return _WHY_NOT_IN_PLAN.get(OP_TABLE[op].stands, "is no part of the rest of the step")
+        return _WHY_NOT_IN_PLAN.get(OP_TABLE[op].stands, "is not part of the rest of the step")
 
 
 _IN_ANOTHER_FORM = "stands beside a backward of this microbatch in another form"

@@ -353,7 +353,7 @@ def assign(
     options = _Options(ownership, known, whole or {}, len(able))
     cuts = options.candidates(able)
     if not cuts:
-        words.append("the memory of all workers together does not suffice, and is left out of account")
+        words.append("all workers together have too little memory, so memory is ignored")
         options = _Options(ownership, replace(known, memory={}), whole or {}, len(able))
         cuts = options.candidates(able)
     before, best = options.option(ownership.owners), min(cuts)

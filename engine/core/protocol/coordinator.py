@@ -30,7 +30,7 @@ from engine.core.monitors import in_words, is_watched, lacking
 from engine.core.program.ballot import NO_NORM, SKIP, Ballot, Commit, VoteMessage, layer_norms
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage, WholePlanMessage
 from engine.core.protocol import membership as protocol
-from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
+from engine.core.protocol.coordinator_state import CoordinatorState, after_answer, begin, ready_joiners
 from engine.core.protocol.events import (
     Answer,
     Departure,
@@ -100,8 +100,8 @@ def _decide(state: CoordinatorState, heard: WorkerWord[Message], message: Messag
 
 def _on_cut(state: CoordinatorState, heard: WorkerWord[Message], cut: messages.CutMessage) -> Decided:
     record = PartitionRecord(starts=cut.starts, layers=cut.layers, samples=cut.samples)
-    told = messages.PartitionMessage(cut.starts)
-    return state, (Write(record), *map(Note, cut.notes), tell_all(state, told), Teach(told))
+    message = messages.PartitionMessage(cut.starts)
+    return state, (Write(record), *map(Note, cut.notes), tell_all(state, message), Teach(message))
 
 
 def _on_borders(state: CoordinatorState, heard: WorkerWord[Message], learned: messages.BordersMessage) -> Decided:
@@ -112,9 +112,9 @@ def _on_borders(state: CoordinatorState, heard: WorkerWord[Message], learned: me
     return state, (tell_all(state, learned), Teach(learned))
 
 
-def _on_key(state: CoordinatorState, heard: WorkerWord[Message], told: KeyMessage) -> Decided:
-    is_of_next = state.next_group.members and told.epoch == state.next_group.epoch
-    return state, (tell_waiting_too(state, told) if is_of_next else tell_all(state, told),)
+def _on_key(state: CoordinatorState, heard: WorkerWord[Message], message: KeyMessage) -> Decided:
+    is_of_next = state.next_group.members and message.epoch == state.next_group.epoch
+    return state, (tell_waiting_too(state, message) if is_of_next else tell_all(state, message),)
 
 
 def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMessage) -> Decided:
@@ -222,7 +222,7 @@ def _on_raised(state: CoordinatorState, heard: WorkerWord[Message], raised: mess
     if not state.is_stopping and state.started:
         state, goes_on = survives(state, heard.worker, raised)
         if goes_on:
-            state, answer = _lets_end(state, heard.worker)
+            state, answer = _release_worker(state, heard.worker)
             return state, (Write(record), answer)  # the end of its process makes the verdict
     return _after(record, _on_failed(state, heard, raised))
 
@@ -236,19 +236,19 @@ def _on_failed(
     is_broken = isinstance(last, messages.FailedMessage) and last.code == ExitCode.NOT_RECOVERED
     if is_broken and (membership.phase is Phase.RESTARTING or may_restart(membership)):
         # A transfer broke, probably because another worker has died; an end of a process decides.
-        state, answer = _lets_end(state, heard.worker)
+        state, answer = _release_worker(state, heard.worker)
         return state, (answer,)
     has_commit = membership.committed > membership.options.begun
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
 
 
-def _lets_end(state: CoordinatorState, worker: int) -> tuple[CoordinatorState, Tell]:
+def _release_worker(state: CoordinatorState, worker: int) -> tuple[CoordinatorState, Tell]:
     """Returns the state and the answer to last words: the worker owes the run nothing any more."""
     return state._replace(let_go=(*state.let_go, worker)), Tell((worker,), messages.StopMessage())
 
 
-def _on_prepared(state: CoordinatorState, heard: WorkerWord[Message], told: PreparedMessage) -> Decided:
-    return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
+def _on_prepared(state: CoordinatorState, heard: WorkerWord[Message], message: PreparedMessage) -> Decided:
+    return state._replace(preparation=answered(state.preparation, heard.worker, message)), ()
 
 
 def _on_whole_plan(state: CoordinatorState, heard: WorkerWord[Message], asked: WholePlanMessage) -> Decided:
@@ -258,14 +258,14 @@ def _on_whole_plan(state: CoordinatorState, heard: WorkerWord[Message], asked: W
     return state, (Tell((heard.worker,), plan),)
 
 
-def _on_next_group(state: CoordinatorState, heard: WorkerWord[Message], told: NextGroupFormedMessage) -> Decided:
-    group, given_up = heard_of(state.next_group, state.membership, heard.worker, told)
+def _on_next_group(state: CoordinatorState, heard: WorkerWord[Message], message: NextGroupFormedMessage) -> Decided:
+    group, given_up = after_answer(state.next_group, state.membership, heard.worker, message)
     if group is state.next_group or state.is_stopping:
         return state, ()
     new = state._replace(next_group=group)
     if given_up is None:
         return prepare(new, heard.now_ns)
-    text = f"worker {heard.worker} could not form the group in which workers are to join: {told.failure}"
+    text = f"worker {heard.worker} could not form the group in which workers are to join: {message.failure}"
     return new, (tell_waiting_too(new, given_up), Note(text))
 
 
@@ -303,8 +303,8 @@ RULES: dict[type[Message], MessageRule] = {
 # while training runs; else the next tick looks again.
 
 
-def says_who_stays(state: CoordinatorState) -> Decided:
-    """Returns the state with the leaving workers that no other worker can replace, and says each once.
+def report_irreplaceable(state: CoordinatorState) -> Decided:
+    """Returns the state with the leaving workers that no other worker can replace, and reports each once.
 
     One that can be replaced again, because another worker waits, is looked at as any other.
     """
@@ -319,8 +319,8 @@ def says_who_stays(state: CoordinatorState) -> Decided:
     return (state._replace(staying=staying) if staying != state.staying else state), outputs
 
 
-def looks_at_ways(state: CoordinatorState, now_ns: int) -> Decided:
-    """Returns the state and the outputs after a look at the time that is left to leaving workers."""
+def reconsider_departures(state: CoordinatorState, now_ns: int) -> Decided:
+    """Returns the state and the outputs after checking how much time leaving workers have."""
     outputs: Outputs = ()
     for worker in state.membership.leaving:
         until_ns = state.preparation.deadlines_ns.get(worker)
@@ -355,7 +355,7 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
     text = {
         LeaveStrategy.BOUNDARY: f"hands over at the boundary after step {step}{later if is_patient else ''}",
         LeaveStrategy.INSIDE: f"hands over inside step {step}: {short}",
-        LeaveStrategy.NONE: f"cannot hand over in time, and its end will be a death: {short}",
+        LeaveStrategy.NONE: f"cannot hand over in time and will count as dead: {short}",
     }[way]
     record = WayOutRecord(of=worker, way=way, step=step, text=text)
     return state._replace(ways={**state.ways, worker: way}), (Write(record), Note(f"worker {worker} {text}"))
@@ -421,9 +421,9 @@ def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
     )
     record = NoticeRecord(of=worker, grace_s=grace_ns / 1e9)
     new, outputs = decide(state, notice)
-    new, told = says_who_stays(new)
-    new, parting = looks_at_ways(new, notice.now_ns)
-    return new, (Write(record), *outputs, *told, *parting)
+    new, warnings = report_irreplaceable(new)
+    new, parting = reconsider_departures(new, notice.now_ns)
+    return new, (Write(record), *outputs, *warnings, *parting)
 
 
 def _ends(state: CoordinatorState, ended: ProcessExit) -> Decided:
@@ -440,9 +440,9 @@ def _passes(state: CoordinatorState, passed: ClockTick) -> Decided:
     new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words, passed.round_trip_ns))
     if not new.membership.leaving:
         return new, outputs
-    new, told = says_who_stays(new) if new.membership.phase is Phase.RUNNING else (new, ())
-    new, parting = looks_at_ways(new, passed.now_ns)
-    return new, (*outputs, *told, *parting)
+    new, warnings = report_irreplaceable(new) if new.membership.phase is Phase.RUNNING else (new, ())
+    new, parting = reconsider_departures(new, passed.now_ns)
+    return new, (*outputs, *warnings, *parting)
 
 
 def _takes_over(state: CoordinatorState, taken: Takeover) -> Decided:

@@ -27,7 +27,7 @@ from engine.core.protocol.verdicts import NO_MORE, deadly_hosts, deadly_in_words
 from engine.core.protocol.worker_times import MoveCosts
 from engine.core.units import parse_duration
 
-# The group of a coming epoch, which members and joiners form while training goes on.
+# The group of a coming epoch, which members and joiners form while training continues.
 #
 #     coordinator                          members and joiners
 #     NextGroupMessage(number) --------->  form the group in a thread, beside the present one
@@ -75,14 +75,14 @@ def attempted(group: NextGroup, state: State) -> tuple[NextGroup, NextGroupMessa
     return new, NextGroupMessage(new.epoch, new.number, new.members)
 
 
-def heard_of(
-    group: NextGroup, state: State, worker: int, told: NextGroupFormedMessage
+def after_answer(
+    group: NextGroup, state: State, worker: int, answer: NextGroupFormedMessage
 ) -> tuple[NextGroup, NextGroupMessage | None]:
     """Returns the attempt after the answer of a worker, and the order to give it up if it failed there."""
-    is_open = group.failed_after is None and (group.epoch, group.number) == (told.epoch, told.number)
+    is_open = group.failed_after is None and (group.epoch, group.number) == (answer.epoch, answer.number)
     if not is_open or worker not in group.members:
         return group, None
-    if not told.failure:
+    if not answer.failure:
         return group._replace(formed=group.formed | {worker}), None
     new = group._replace(failures=group.failures + 1, failed_after=state.committed, formed=frozenset())
     return new, NextGroupMessage(group.epoch, group.number, ())
@@ -208,7 +208,7 @@ def begin(job: Job, membership: State, now_ns: int, before: Monitors = NO_MONITO
     return first._replace(monitors=monitors, rules=rules)
 
 
-def told_of(commit: Commit, then: Literal["step", "end", "epoch"], *, keep: bool, job: Job) -> CommitMessage:
+def commit_message(commit: Commit, then: Literal["step", "end", "epoch"], *, keep: bool, job: Job) -> CommitMessage:
     """Returns the message about a commit; it has the rate only if that follows a plateau."""
     lr = commit.lr if job.lr_schedule == PLATEAU and commit.lr is not None else -1.0
     monitored = () if commit.monitored is None else (commit.monitored,)
@@ -259,7 +259,7 @@ def resumed(
     new = begin(job, membership, now_ns)._replace(**facts)
     if commit is not None and commit.step <= membership.committed:  # not one of a life before
         then: Literal["end", "step"] = "end" if membership.is_over else "step"
-        told = told_of(commit, then, keep=new.kept == commit.step, job=job)
+        told = commit_message(commit, then, keep=new.kept == commit.step, job=job)
         new = new._replace(commit=commit, told=told)
     return new._replace(owners=membership.owners)
 

@@ -154,7 +154,7 @@ def ticked(state: State, now_ns: int, unseen: Collection[int] = ()) -> State:
     late_ns = unwatched_ns(state.ticked_ns, now_ns)
     state = _later(state, late_ns, now_ns) if late_ns else state
     again = {
-        worker: seen.begun_again(now_ns)._replace(report=None)
+        worker: seen.with_new_deadlines(now_ns)._replace(report=None)
         for worker, seen in state.sightings.items()
         if worker in unseen
     }

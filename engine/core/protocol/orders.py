@@ -47,9 +47,9 @@ from engine.core.protocol.coordinator_state import (
     Preparation,
     RaisedException,
     attempted,
+    commit_message,
     healed_soon,
     ready_joiners,
-    told_of,
     warned_of,
 )
 from engine.core.protocol.events import Event, StepCommitted, Takeover, WorkerWord
@@ -89,7 +89,7 @@ _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose proc
 
 
 def survives(state: CoordinatorState, worker: int, raised: RaisedMessage) -> tuple[CoordinatorState, bool]:
-    """Returns the state after an exception of a worker, and whether the run goes on without the worker."""
+    """Returns the state after an exception of a worker, and whether the run continues without the worker."""
     exception, membership = raised.exception, state.membership
     slots = tuple(slot for slot, owner in enumerate(membership.owners) if owner == worker)
     entry = RaisedException(raised.step, exception.kind, exception.in_verdict(), slots if exception.gpu else None)
@@ -119,8 +119,8 @@ def repeated(state: CoordinatorState) -> Stop | None:
     return None
 
 
-def put_out(state: CoordinatorState, owners: tuple[int, ...]) -> list[Note]:
-    """Returns the notes on the workers that the verdict puts out while their processes live.
+def eviction_notes(state: CoordinatorState, owners: tuple[int, ...]) -> list[Note]:
+    """Returns the notes on the workers that the verdict evicts while their processes live.
 
     `owners` are those before the verdict.
     """
@@ -131,7 +131,7 @@ def put_out(state: CoordinatorState, owners: tuple[int, ...]) -> list[Note]:
             inherited = {state.membership.owners[place] for place in places} - {out.worker}
             verb = "takes" if len(inherited) == 1 else "take"
             then = f"; {numbered('worker', sorted(inherited), ' and ')} {verb} over" if inherited else ""
-            notes.append(Note(f"worker {out.worker} {out.how}{_where(state, out.worker)} and is put out{then}"))
+            notes.append(Note(f"worker {out.worker} {out.how}{_where(state, out.worker)} and is evicted{then}"))
     return notes
 
 
@@ -218,7 +218,7 @@ def looked(
 def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> Preparation:
     """Returns the preparation after the answer of a worker; an answer to an older plan is ignored.
 
-    The numbers of a coordinator that takes over begin anew, but it makes an epoch first, so no answer fits by chance.
+    The numbers of a coordinator that takes over start over, but it makes an epoch first, so no answer fits by chance.
     """
     document = preparation.document
     if document is None or (answer.epoch, answer.number) != (document.epoch, preparation.number):
@@ -352,7 +352,7 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
 
 
 def _waiting(state: CoordinatorState, old: State) -> Iterable[CoordinatorOutput]:
-    """Yields the records on workers that now wait or were lost while they waited; lines, if training goes on.
+    """Yields the records on workers that now wait or were lost while they waited; lines, if training continues.
 
     One that must wait for memory is told, and that it may join again.
     """
@@ -435,7 +435,7 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
     outputs: Outputs = (*awaited, tell_all(new, epoch), Write(record), PhaseReached("agree", known.epoch))
     if known.verdict and (stop := repeated(new)):
         return new._replace(is_stopping=True), (*outputs, stop)
-    return new, (*outputs, *put_out(new, state.owners))
+    return new, (*outputs, *eviction_notes(new, state.owners))
 
 
 def _not_recovered(verdict: Iterable[Any]) -> Stop:
@@ -452,7 +452,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
         return state, ()
     document = plan_document(known)
     left = left_ns(document.leaving, state.preparation.deadlines_ns, state.graces_ns, known.moved_ns)
-    document, told = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
+    document, ships = with_ships(document, state.job, bytes_per_s(state.costs, state.sizes), left)
     leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
     new = state._replace(planned=number, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
@@ -465,7 +465,7 @@ def _send_plan(state: CoordinatorState) -> Decided:
     new = new._replace(plan=document)
     plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
-    return new, (*outputs, *told, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
+    return new, (*outputs, *ships, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
 
 
 def _start_training(state: CoordinatorState) -> Decided:
@@ -475,10 +475,10 @@ def _start_training(state: CoordinatorState) -> Decided:
     ballot = open_ballot(known.epoch, known.committed + 1, state.ownership, state.job.clip_norm)
     new, go = state._replace(started=known.epoch, ballot=ballot, grid=_grid(state)), _go(state)
     epoch = required(state.epoch, "training starts in an epoch")
-    told: tuple[CoordinatorOutput, ...] = (*_kept(new, go), tell_all(new, go)) if epoch.go is None else ()
+    start: tuple[CoordinatorOutput, ...] = (*_kept(new, go), tell_all(new, go)) if epoch.go is None else ()
     new, warned = warned_of(new, healed_soon(new, ballot.ownership))
     go_on = Write(GoRecord(epoch=known.epoch, end=go.end))
-    return new, (Arm(), *told, go_on, PhaseReached("replay", known.epoch), *warned)
+    return new, (Arm(), *start, go_on, PhaseReached("replay", known.epoch), *warned)
 
 
 def _grid(state: CoordinatorState) -> PlanMessage:
@@ -526,15 +526,15 @@ def _tell_commit(state: CoordinatorState, then: Literal["step", "end", "epoch"])
         return state, ()  # it was sent before, or with the epoch
     commit = required(state.commit, "the votes decide on a commit before it is announced")
     ensure(commit.step == committed, f"commit of step {commit.step} where {committed} is announced")
-    told = told_of(commit, then, keep=state.kept == commit.step, job=state.job)
-    new = state._replace(told=told)
-    return new, (*_kept(new, told), tell_all(new, told), Write(commit_record(new)))
+    message = commit_message(commit, then, keep=state.kept == commit.step, job=state.job)
+    new = state._replace(told=message)
+    return new, (*_kept(new, message), tell_all(new, message), Write(commit_record(new)))
 
 
-def _kept(state: CoordinatorState, told: ToWorker) -> tuple[KeepStep, ...]:
+def _kept(state: CoordinatorState, message: ToWorker) -> tuple[KeepStep, ...]:
     """Precedes the order: workers may write parts, and this coordinator may end, before all of them have it."""
     known = state.membership
-    return (KeepStep(known.committed, known.epoch),) if keeps(told) else ()
+    return (KeepStep(known.committed, known.epoch),) if keeps(message) else ()
 
 
 def commit_record(state: CoordinatorState) -> CommitRecord:
@@ -569,7 +569,7 @@ def _restart(state: CoordinatorState) -> Decided:
     reason, number, most = state.membership.reason, state.membership.restarts, state.membership.options.max_restarts
     if number <= state.restarts:
         return state, ()
-    text = f"{reason} before the first commit; all workers are started again ({number} of at most {most})"
+    text = f"{reason} before the first commit; all workers are restarted ({number} of at most {most})"
     record = RestartRecord(number=number, reason=reason)
     new = state._replace(restarts=number, is_stopping=True)  # nothing that the present workers say counts
     return new, (Write(record), Note(text), Restart())

@@ -74,7 +74,7 @@ def _cramped(
         if 100 * part >= least * (_AGAIN_PERCENT if worker in known.cramped else 100):
             parts += 1
             continue
-        text = f"waits on: one {job.slot_noun} takes {size_text(least)}, and it has {size_text(part)}"
+        text = f"keeps waiting: one {job.slot_noun} takes {size_text(least)}, and it has {size_text(part)}"
         reasons[worker] = known.cramped.get(worker, text)
     return reasons
 

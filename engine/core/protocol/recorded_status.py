@@ -78,8 +78,8 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
 
 def _deadly(history: RunHistory) -> str:
     """Returns the deadly hosts in words, by the last record about them; empty without one, and after training."""
-    told = history.of(DeadlyRecord)
-    return told[-1].text if told and told[-1].hosts and history.training_ended is None else ""
+    records = history.of(DeadlyRecord)
+    return records[-1].text if records and records[-1].hosts and history.training_ended is None else ""
 
 
 def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
@@ -157,7 +157,7 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
             case CheckRecord() if record in history.findings:
                 yield epoch, f"check {record.name} {record.result}: {record.text}"
             case ComparisonRecord() if record.difference is None:  # a difference is a check that failed
-                yield epoch, record.as_told
+                yield epoch, record.unproven_text
             case NotComparedRecord():
                 yield epoch, str(record)
             case UnconfirmedRecord():

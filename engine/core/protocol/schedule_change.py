@@ -1,4 +1,4 @@
-"""The change of the schedule of a run that goes on: which schedules fit its job, and the owners that one needs.
+"""The change of the schedule of a live run: which schedules fit its job, and the owners that one needs.
 
 Rule: all schedules train the same slots in the same order of microbatches, so a change at a step boundary changes no
 bit. A worker keeps its number of stages. Only another placement moves slots, once their replicas are whole; meanwhile

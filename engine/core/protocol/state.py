@@ -152,7 +152,7 @@ _WAITED = ("stall_ns", "silence_ns", "hang_ns", "first_ns")
 
 
 @cache
-def _hurried(options: Options) -> Options:
+def _with_short_deadlines(options: Options) -> Options:
     most = {name: min(getattr(options, name), getattr(_USUAL, name)) for name in _WAITED}
     return replace(options, **most)
 
@@ -199,7 +199,7 @@ class Sighting(NamedTuple):
         heard_ns, since_ns = min(now_ns, self.heard_ns + by_ns), min(now_ns, self.since_ns + by_ns)
         return self._replace(heard_ns=heard_ns, since_ns=since_ns, evidence=seen)
 
-    def begun_again(self, now_ns: int) -> Sighting:
+    def with_new_deadlines(self, now_ns: int) -> Sighting:
         """Returns the sighting with all deadlines begun again."""
         return self.later(now_ns, now_ns)
 
@@ -318,7 +318,7 @@ class State(NamedTuple):
     @property
     def patience(self) -> Options:
         """The options with the deadlines of the moment: shorter ones if every step is committed; of the network."""
-        options = _hurried(self.options) if self.is_over else self.options
+        options = _with_short_deadlines(self.options) if self.is_over else self.options
         return _followed(options, self.round_trip_ns) if self.round_trip_ns else options
 
     def decided(self) -> tuple[object, ...]:

@@ -25,8 +25,8 @@ class ProcessOnHost(NamedTuple):
     ended: tuple[int, ...] = ()
 
 
-def begins_again(before: CoordinatorState | None, *, has_results: bool) -> bool:
-    """Returns whether all workers begin again with the next host; `before` is the state in the store.
+def restarts_all(before: CoordinatorState | None, *, has_results: bool) -> bool:
+    """Returns whether all workers restart with the next host; `before` is the state in the store.
 
     `has_results`: a step was committed, perhaps one that was lost since.
     """
@@ -46,9 +46,7 @@ def succession(
     results more is lost.
     """
     if before is None or not before.started:
-        raise CoordinatorUnavailableError(
-            f"host {lost}, which coordinated the run, is lost before training has gone on"
-        )
+        raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training resumed")
     state = before.membership
     if heard < state.committed - 1:
         why = f"and its results after step {heard} with it: step {state.committed} is committed"

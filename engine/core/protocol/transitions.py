@@ -31,7 +31,7 @@ from engine.core.protocol.state import (
 from engine.core.protocol.verdicts import (
     all_inventoried,
     begins_epoch,
-    gone_dark,
+    evict_suspect,
     halted,
     handed_over,
     may_restart,
@@ -68,10 +68,10 @@ def leaves(state: State, event: events.Notice) -> State:
     """
     if event.worker is None:
         running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
-        free = [excluded(worker, Cause.LEFT, "was let go, because the run ends") for worker in state.waiting]
+        free = [excluded(worker, Cause.LEFT, "was released, because the run ended") for worker in state.waiting]
         return loses(state._replace(last_step=min(state.last_step, running)), free)
     if event.worker in state.waiting or is_unknown(state, event.worker):
-        return loses(state, [excluded(event.worker, Cause.LEFT, "has left while it waited")])
+        return loses(state, [excluded(event.worker, Cause.LEFT, "left while waiting")])
     if event.worker not in state.members or event.worker in state.leaving:
         return state
     return state._replace(leaving=(*state.leaving, event.worker))
@@ -207,7 +207,7 @@ def ends(state: State, event: events.ExitSeen) -> State:
     if event.worker in state.done:
         return new
     code = event.code
-    how = f"was ended by {_SIGNALS.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
+    how = f"was killed ({_SIGNALS.get(-code, f'signal {-code}')})" if code < 0 else f"exited with code {code}"
     cause = Cause.RAISED if event.raised else Cause.DEATH
     out = excluded(event.worker, cause, event.raised or how, last_seen(state, event.worker))
     if event.worker not in state.members:
@@ -341,7 +341,9 @@ def looks_at_clock(state: State, event: events.Tick) -> State:
         return nobody_died(state, now_ns, by_suspicion(state.look), f"a transfer failed at {first}")
     if edges := dark(state, now_ns):
         worker, peer = edges[0]
-        return gone_dark(state, now_ns, by_suspicion(edges), f"what worker {peer} sent to worker {worker} has not come")
+        return evict_suspect(
+            state, now_ns, by_suspicion(edges), f"what worker {peer} sent to worker {worker} has not arrived"
+        )
     patience_ns, owing, failed_to = _owed(state)
     if now_ns - state.moved_ns < patience_ns:
         return state

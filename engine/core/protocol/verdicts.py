@@ -129,12 +129,12 @@ def _with_waiting(before: State, new: State, now_ns: int, joins: tuple[int, ...]
         joins = new.joiners_for(max(new.options.workers, len(staying)))
     if not joins:
         return new
-    sightings = {worker: new.sightings[worker].begun_again(now_ns) for worker in joins}
-    told = f"{numbered('worker', joins, ' and ')} {'has' if len(joins) == 1 else 'have'} joined"
+    sightings = {worker: new.sightings[worker].with_new_deadlines(now_ns) for worker in joins}
+    joined = f"{numbered('worker', joins, ' and ')} {'has' if len(joins) == 1 else 'have'} joined"
     return new._replace(
         members=tuple(sorted((*new.members, *joins))),
         waiting=tuple(worker for worker in new.waiting if worker not in joins),
-        reason=f"{new.reason}; {told}" if new.reason else told,
+        reason=f"{new.reason}; {joined}" if new.reason else joined,
         sightings={**new.sightings, **sightings},
     )
 
@@ -163,14 +163,14 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: s
     if count <= state.options.max_repeats:
         new = state._replace(repeats={**state.repeats, symptom: count})
         return new_epoch(new, now_ns, (), f"{symptom}, but no worker has died")
-    told = symptom if count == 1 else f"{symptom}, {count} times in a row"
+    repeated = symptom if count == 1 else f"{symptom}, {count} times in a row"
     victim = _replaceable(state, suspects)
     if victim is None:
-        return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
-    return new_epoch(state, now_ns, [excluded(victim, Cause.GIVEN_UP, f"is given up: {told}")])
+        return finish_or_halt(state, ExitCode.NOT_RECOVERED, f"training did not recover: {repeated}")
+    return new_epoch(state, now_ns, [excluded(victim, Cause.GIVEN_UP, f"is given up: {repeated}")])
 
 
-def gone_dark(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
+def evict_suspect(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
     """Returns the next epoch without the first suspect whose slots all have heirs, or that of an empty verdict."""
     victim = _replaceable(state, suspects)
     if victim is None:
@@ -192,14 +192,14 @@ def handed_over(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State
     after, moved = f"after step {state.committed}", _moved(state)
     gone = [excluded(worker, Cause.LEFT, f"has left {after}") for worker in free_to_leave(state)]
     moving = leavers(state)
-    told = [f"{numbered('worker', moving, ' and ')} handed over {after}"] if moving else []
-    told += _moves_in_words(state, moved)
-    told += [in_words(gone)] if gone else []
+    reasons = [f"{numbered('worker', moving, ' and ')} handed over {after}"] if moving else []
+    reasons += _moves_in_words(state, moved)
+    reasons += [in_words(gone)] if gone else []
     if state.changes_schedule:
         name = f"schedule {state.wanted_schedule}" if state.wanted_schedule else "the schedule of the job"
-        told.append(f"{name} from step {state.committed + 1} on ({state.schedule_why})")
+        reasons.append(f"{name} from step {state.committed + 1} on ({state.schedule_why})")
     state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
-    return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING, joins)
+    return new_epoch(state, now_ns, gone, "; ".join(reasons), Phase.RECONFIGURING, joins)
 
 
 def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
@@ -287,11 +287,11 @@ def state_lost(state: State, slots: tuple[int, ...]) -> State:
     stages = tuple(sorted({slot % state.options.stages for slot in slots}))
     where = f"in epoch {state.epoch}; last committed step {state.committed}"
     text = f"the state of {numbered(state.options.noun, stages)} is lost {where}; {state.reason}"
-    return cannot_go_on(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+    return finish_or_halt(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
 
 
-def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
-    """Returns the end of a job that cannot go on: finished if every step is committed, else halted."""
+def finish_or_halt(state: State, exit_code: ExitCode, reason: str) -> State:
+    """Returns the end of a job that cannot continue: finished if every step is committed, else halted."""
     if state.is_over:
         return state._replace(phase=Phase.FINISHED, reason=reason, look=())
     return halted(state, exit_code, reason)

@@ -242,7 +242,7 @@ def stops(state: WorkerState, stop: messages.StopMessage) -> Stepped:
     return new, (KeepLast(stop.keep, mine), End(ExitCode.OK))
 
 
-# The rules of the worker machine for the group of a coming epoch, which is formed while training goes on.
+# The rules of the worker machine for the group of a coming epoch, which is formed while training continues.
 #
 #     NextGroupMessage -> forms it in a thread -> NextGroupFormedMessage
 #     EpochMessage that names it -> leaves the present group and enters it, at a step boundary
@@ -336,7 +336,7 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
 
 
-def is_taken_in(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
+def joins_epoch(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
     """Enters an epoch that has this waiting worker as a member; any other changes nothing."""
     return enters(state, epoch) if state.worker in epoch.members else (state, ())
 
@@ -374,16 +374,16 @@ def is_counted(state: WorkerState, counted: inputs.InventoryCounted) -> Stepped:
     return begun, (*outputs, *more)
 
 
-def plans(state: WorkerState, told: PlanMessage | PlanPartMessage) -> Stepped:
+def plans(state: WorkerState, message: PlanMessage | PlanPartMessage) -> Stepped:
     """Makes the plan of this epoch, or asks for the whole; that of another one, or a second one, changes nothing."""
-    if told.epoch != state.epoch or state.plan is not None:
+    if message.epoch != state.epoch or state.plan is not None:
         return state, ()
-    if isinstance(told, PlanMessage):
-        return state, (MakePlan(told),)
-    document = document_of(told, state.known, state.worker, state.ownership.grid)
+    if isinstance(message, PlanMessage):
+        return state, (MakePlan(message),)
+    document = document_of(message, state.known, state.worker, state.ownership.grid)
     if document is None:
         return state, (SendMessage(WholePlanMessage(state.epoch)),)
-    known = tuple(each for each in state.known if each.epoch == told.change.base)
+    known = tuple(each for each in state.known if each.epoch == message.change.base)
     return state._replace(known=known), (MakePlan(document),)
 
 
@@ -499,7 +499,7 @@ WorkerRule = Callable[[WorkerState, Any], Stepped]
 
 _UNJOINED = Impossible("the worker has not joined")
 _JOINED = Impossible("a worker joins once")
-_UNPLANNED = Impossible("training goes on when every member has made the plan")
+_UNPLANNED = Impossible("training continues when every member has made the plan")
 _AT_WORK = Impossible("a message that does not interrupt waits until the program has ended")
 _UNASKED = Impossible("the main thread was not asked for this")
 _LATE = changes_nothing  # it repeats a message that has been obeyed
@@ -535,7 +535,7 @@ _SOMETIMES: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossib
 }
 # fmt: on
 _WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
-    EpochMessage: is_taken_in,
+    EpochMessage: joins_epoch,
     StopMessage: stops,
     ByeMessage: is_let_go,
     CommitMessage: changes_nothing,  # it comes again with the epoch that it begins

@@ -76,7 +76,7 @@ class FormGroup(Output):
 
 @dataclass(frozen=True, slots=True)
 class FormNextGroup(Output):
-    """Begins to form the group of a coming epoch, in a thread, while training goes on: `NextGroupFormed`."""
+    """Begins to form the group of a coming epoch, in a thread, while training continues: `NextGroupFormed`."""
 
     order: NextGroupMessage
 
@@ -285,7 +285,7 @@ class WorkerState(NamedTuple):
 
     @property
     def awaits_group(self) -> bool:
-        """Whether training goes on in the epoch and its group is not formed: only what interrupts is taken.
+        """Whether training continues in the epoch and its group is not formed: only what interrupts is taken.
 
         The others do not wait for a worker without a part in the step, so commits may have come already.
         """

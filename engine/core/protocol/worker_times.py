@@ -98,7 +98,7 @@ def after_step(paces: Paces, step: int, computed: Mapping[int, Compute]) -> tupl
         if worker not in factors:
             new[worker] = Pace((*was.past, pace))
         elif was.slowness > 1:
-            new[worker] = _of_slow(was, factors[worker] / machine)
+            new[worker] = _pace_of_slow(was, factors[worker] / machine)
         else:
             new[worker] = _judged(was, pace / machine, computed[worker].seconds)
         if new[worker].slowness != was.slowness:
@@ -132,7 +132,7 @@ def _judged(was: Pace, pace: float, seconds: float) -> Pace:
     return Pace(was.past, slowness=median(doubt[-SLOW_STEPS:]) / usual)
 
 
-def _of_slow(was: Pace, factor: float) -> Pace:
+def _pace_of_slow(was: Pace, factor: float) -> Pace:
     """Returns the pace of a slow worker after a step: slower still, less slow, or well."""
     factors = (*was.factors, factor)[-WELL_STEPS:]
     was = was._replace(factors=factors)

@@ -145,7 +145,7 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
     """Returns what the runs of a job have left. Those of other jobs do not count; `say` gets a line about a newer one.
 
     Raises:
-        StorageError: the job has checkpoints, and none is good. To begin anew would throw them away.
+        StorageError: the job has checkpoints, and none is good. To start over would throw them away.
     """
     now = host_facts(Path.cwd())
     _tell_other(job, results, say)
@@ -163,7 +163,7 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
             is_same = not bit_differences(choice.job, choice.manifest.facts, job, now)
             return JobSoFar(choice, choice.origin.run if is_whole and is_same else "", choice.origin.step + 1)
     if told:
-        why = f"{counted(len(told), 'checkpoint was', 'checkpoints were')} refused; move them away to begin anew"
+        why = f"{counted(len(told), 'checkpoint was', 'checkpoints were')} refused; move them away to start over"
         raise StorageError(f"no checkpoint of this job is good: {why}")
     kept = f"{numbered('run', tuple(asked))} of this job has kept no checkpoint" if asked else "no run of this job yet"
     say(f"{kept}: it begins with step 0")
@@ -223,7 +223,7 @@ def refuse_other_bits(choice: CheckpointChoice, job: Job, other_bits: bool) -> N
         hint = f"all {job.steps} steps are committed in the checkpoint of {place}"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
     elif manifest.step >= last_of(job, choice.origin.monitors):
-        hint = f"{place} has {in_words(choice.origin.monitors)}; a greater patience lets it go on"
+        hint = f"{place} has {in_words(choice.origin.monitors)}; a greater patience lets it continue"
         problems.append(Problem("early_stop", "a rule that is not met", repr(job.early_stop), hint))
     is_granted = choice.heir is not None and choice.heir.other_bits
     facts = choice.heir.facts if choice.heir is not None and is_granted else manifest.facts
@@ -272,7 +272,7 @@ def _has_optimizer_state(choice: CheckpointChoice) -> bool:
 def _as_problems(differences: Iterable[BitDifference], run: str) -> Iterator[Problem]:
     for difference in differences:
         hint = (
-            "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same, "
+            "it decides bits: the run would not be the one that was interrupted; --other-bits resumes all the same, "
             "--name NAME begins another job"
         )
         if difference.name in OF_TENSORS:

@@ -170,7 +170,7 @@ def place_problems(job: Job) -> list[Problem]:
         return [problem] if problem else []
     try:
         base = next(path for path in (place, *place.parents) if os.path.lexists(path))
-        reason = "" if base.is_dir() else "it is a link to no folder" if base.is_symlink() else "it is no folder"
+        reason = "" if base.is_dir() else "its target is not a folder" if base.is_symlink() else "it is not a folder"
         if not reason and not os.access(base, os.W_OK | os.X_OK):
             reason = "no permission to write there"
     except (OSError, ValueError) as error:

@@ -103,7 +103,7 @@ def _launcher(reading: Reading, name: str, words: Sequence[str]) -> Launcher:
         except Exception as error:  # of the user's package
             hint = f"{point.value} raises {type(error).__name__}: {error}"
             continue
-        hint = _wrong_pattern(launcher) if isinstance(launcher, Launcher) else f"{point.value} is no bamboo.Launcher"
+        hint = _wrong_pattern(launcher) if isinstance(launcher, Launcher) else f"{point.value} is not a bamboo.Launcher"
         if not hint:
             return replace(launcher, name=name)
     names = [ANY, *LAUNCHERS, *sorted(entry_points(group=LAUNCHERS_GROUP).names)]
@@ -118,7 +118,7 @@ def _wrong_pattern(launcher: Launcher) -> str:
     for name in ("title", "num_ranks", "several_hosts", "blame", "notice", "progress"):
         pattern = getattr(launcher, name)
         if wrong := pattern_error(pattern):
-            return f"its {name} is no regular expression: {wrong}"
+            return f"its {name} is not a regular expression: {wrong}"
         if pattern and name in groups and not groups[name] & re.compile(pattern).groupindex.keys():
             return f"its {name} has no group (?P<{min(groups[name], key=len)}>...)"
     return ""
@@ -126,7 +126,7 @@ def _wrong_pattern(launcher: Launcher) -> str:
 
 def trust_problem(loaded: LoadedExternal) -> Problem:
     """Returns the problem of a command that a file names."""
-    hint = f"pass {TRUST_FLAG}, or the command behind --"
+    hint = f"pass {TRUST_FLAG}, or the command after --"
     return Problem("command", "a command that you trust", " ".join(loaded.scenario.command), hint, str(loaded.path))
 
 

@@ -295,7 +295,7 @@ EXTERNAL = _form(
     about=_key(_SENTENCE, "the purpose of the scenario, in one sentence", ...),
     command=_key(
         Annotated[list[Annotated[str, _Wording("a word of a command")]], MinLen(1), _Wording("the words of a command")],
-        "the command that starts the job (default: the words behind --)",
+        "the command that starts the job (default: the command after --)",
     ),
     launcher=_key(
         _NAME,

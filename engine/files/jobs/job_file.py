@@ -94,7 +94,7 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
         return True
     if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
         (given,) = [each for each in layer.given if each.name == "epochs"]
-        raise UserError([given.problem("no steps beside it", str(job.steps), "give epochs or steps, not both")])
+        raise UserError([given.problem("no steps with it", str(job.steps), "give epochs or steps, not both")])
     return False
 
 

@@ -182,7 +182,7 @@ def _check_uses(reading: Reading, path: KeyPath, value: Any, axes: Mapping[str, 
                     reading.refuse((*path, *at, key), expected, repr(f"${name}"))
             scalar = isinstance(item, str) and item.startswith("$") and key != SPREAD
             if scalar and any(isinstance(one, dict) for one in _values(axes, str(item)[1:])):
-                reading.refuse((*path, *at, key), "an axis whose values are no mappings", repr(item), "use `with`")
+                reading.refuse((*path, *at, key), "an axis whose values are not mappings", repr(item), "use `with`")
             if key != SPREAD:
                 _check_uses(reading, path, item, axes, (*at, key))
     elif isinstance(value, list):

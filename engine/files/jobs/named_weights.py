@@ -96,7 +96,7 @@ def named_weights(text: str, results: Path) -> NamedWeights:
 
 
 def rows_of_chain(run: RunFolder) -> list[TrajectoryRow]:
-    """Returns the rows of a run, and of the runs before it that lie beside it, each up to the step of the next one."""
+    """Returns the rows of a run, and of the runs before it that lie with it, each up to the step of the next one."""
     rows: list[TrajectoryRow] = []
     last: float = math.inf
     for _ in range(_MOST_RUNS):
@@ -238,7 +238,7 @@ def _of_file(path: Path) -> Iterator[NamedTensor]:
                 continue
             dtype, shape, (first, last) = tensor_entry(name, entry)
             if last > len(content):
-                raise ValueError(f"{name!r:.80} ends behind the file")
+                raise ValueError(f"{name!r:.80} ends beyond the end of the file")
             yield NamedTensor(None, name, StoredTensor(dtype, shape, (content[first:last],)))
     except (ValueError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: no safetensors file that can be read: {error}") from error

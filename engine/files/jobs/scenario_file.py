@@ -72,14 +72,14 @@ class JobSource:
         """Returns the source of this job in words; `holder` is the noun for the file with the scenario."""
         if self.file is not None:
             return shown_path(self.file)
-        name = "the default one" if self.fields is None else f"of {holder}"
+        name = "the default one" if self.fields is None else f"the one in {holder}"
         return f"{name} ({job.model} on {job.data})"
 
 
 def with_changes(base: str, changed: Iterable[str]) -> str:
     """Returns the source of a job in words, with the fields that are changed."""
     names = ", ".join(changed)
-    return f"{base} (changed: {names})" if names else base
+    return f"{base} (overridden: {names})" if names else base
 
 
 def shown_path(path: Path) -> str:
@@ -383,7 +383,7 @@ def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) ->
     if op in STAGE_OPS:
         if "microbatch" in values:
             hint = f"{op} concerns the whole {job.slot_noun}"
-            reading.refuse((*path, "microbatch"), f"no microbatch beside {op}", str(microbatch), hint, key=True)
+            reading.refuse((*path, "microbatch"), f"no microbatch with {op}", str(microbatch), hint, key=True)
         microbatch = WHOLE_STAGE
     return At(
         values["step"], Action(values["stage"], op, microbatch, values.get("pipeline", 0)), values.get("when", "before")

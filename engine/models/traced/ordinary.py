@@ -42,7 +42,7 @@ from engine.models.traced.source_text import Piece, PieceProgram, Writer
 from engine.models.traced.straight import is_straight
 
 _SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
-_OUTPUT_TOO = "a forward that returns an output beside its loss"
+_OUTPUT_TOO = "a forward that returns an output besides its loss"
 _HOW_OUTPUT = (
     "return (loss, output), or a dict or a dataclass with loss and logits; or take no labels: the output then goes to "
     "the default loss"
@@ -203,7 +203,7 @@ def _refuse_other_borders(cuts: Sequence[Cut], traces: list[Trace], planned: lis
             texts.append(", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes))
         if texts[0] != texts[1]:
             place = f"{texts[0]} in training, {texts[1]} in evaluation, at the {'end' if cut.is_end else 'begin'} of"
-            hint = f"{_OTHER_SPLIT}; metrics also need the output beside the loss there" * bool(traces[1].measured)
+            hint = f"{_OTHER_SPLIT}; metrics also need the output besides the loss there" * bool(traces[1].measured)
             problems.append(Problem("model", _SAME_BORDERS, f"{place} {cut.path}", hint or _OTHER_SPLIT))
     if problems:
         raise UserError(problems)

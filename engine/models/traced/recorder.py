@@ -198,7 +198,7 @@ class CallRecorder(TorchFunctionMode):
         if id(tensor) in self._values:
             return self._values[id(tensor)]
         if tensor.requires_grad:
-            words = "a tensor with gradients that is no parameter of the module"
+            words = "a tensor with gradients that is not a parameter of the module"
             raise self.refusal(words, "register it as a parameter")
         self._alive.append(tensor)
         return HeldTensor(tensor)
@@ -250,7 +250,7 @@ class CallRecorder(TorchFunctionMode):
             return self._leaves_torch(target, operation, result)
         for source in map(self.source, written):
             if isinstance(source, HeldTensor):
-                raise self.refusal("it overwrites a tensor that is no buffer", "register it as a buffer")
+                raise self.refusal("it overwrites a tensor that is not a buffer", "register it as a buffer")
             if isinstance(source, NamedState) and not source.is_buffer:
                 words = f"it overwrites the parameter {source.name!r}"
                 raise self.refusal(words, "only the optimizer changes a parameter")

@@ -1,4 +1,4 @@
-"""The page of a matrix: its grid, the cells of one field beside it, times by fault, and the cells that did not pass.
+"""The page of a matrix: its grid, the cells of one field with it, times by fault, and the cells that did not pass.
 
 Rules: the page opens without a network; its one script shows the cells of the field under the mouse. A click on a
 field keeps its cells, so that their text can be copied. The template escapes every text.

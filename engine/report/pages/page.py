@@ -232,7 +232,7 @@ def _costs(run: RunTables, place: int, row: dict[Any, Any]) -> dict[str, Any]:
 def _heirs(run: RunTables, place: int) -> str:
     """Returns the heirs of a recovery with the stages that they took over, such as ``worker 1: stage 2``."""
     if run.recovery["rung"].iloc[place] == FROM_CHECKPOINT:
-        return ""  # all workers were started again
+        return ""  # all workers were restarted
     begins = [*run.recovery["begin_ms"], float("inf")]
     since = run.takeovers["from_ms"]
     taken = run.takeovers[(since >= begins[place]) & (since < begins[place + 1])]

@@ -93,8 +93,8 @@ def _on_raised(own: Agent, member: WorkerHandle, raised: messages.RaisedMessage)
     is_of_job = step < 0 and exception.place  # every worker would raise it
     if step >= 0 and own.run_state.first_to_raise(member.worker, raised) != member.worker:
         return  # the end of the run tells of both
-    told = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
-    own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
+    text = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
+    own.run_state.note("\n  ".join([f"{text}; full text in {member.log}", *exception.frames.splitlines()]))
 
 
 _OWN_PARTS: dict[type[Message], Callable[[Agent, WorkerHandle, Any], object]] = {
@@ -109,14 +109,14 @@ _OWN_PARTS: dict[type[Message], Callable[[Agent, WorkerHandle, Any], object]] = 
     messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
     messages.FinishedMessage: _on_finished,
     messages.RaisedMessage: _on_raised,
-    InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
-    KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
-    UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
-    messages.StrikeMessage: lambda own, member, told: own.injector.strike(
-        told.fault, MomentReport(member.worker, told.step, told.done)
+    InventoryMessage: lambda own, member, message: own.injector.reached("inventory", message.epoch),
+    KeptMessage: lambda own, member, message: own.checkpoints.kept(message),
+    UnkeptMessage: lambda own, member, message: own.checkpoints.unkept(message),
+    messages.StrikeMessage: lambda own, member, message: own.injector.strike(
+        message.fault, MomentReport(member.worker, message.step, message.done)
     ),
-    messages.SufferedMessage: lambda own, member, told: own.injector.sees(
-        member.worker, "suffered", told.how, told.fault
+    messages.FaultEffectMessage: lambda own, member, message: own.injector.sees(
+        member.worker, "suffered", message.how, message.fault
     ),
     messages.MarkMessage: lambda own, member, mark: own.injector.reached(mark.phase, mark.epoch),
 }
@@ -182,7 +182,7 @@ class Agent:
             self.injector.go_on(before.injector)
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
-        self._to_strike_off: list[int] = []
+        self._keys_to_delete: list[int] = []
 
     @property
     def _has_finished(self) -> bool:
@@ -236,7 +236,7 @@ class Agent:
         return is_known or member.state in ("finished", "failed") or self._is_ending
 
     def add(self, member: WorkerHandle) -> None:
-        """Takes in a worker that was started while the run goes on: it will wait."""
+        """Takes in a worker that was started while the run continues: it will wait."""
         self.members[member.worker] = member
         self.end_workers(ends.take_in, member.worker)
         self.newcomers.greet(member)
@@ -261,7 +261,7 @@ class Agent:
             self.run_state.note(f"host {member.host} is lost: {member.child.lost}")
             self.decide(LeaseExpired(now_ns(), member.host))
         self.decide(ProcessExit(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
-        self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
+        self._keys_to_delete.append(member.worker)  # at the next tick: the workers wait for the epoch now
 
     def decide(self, given: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
         """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
@@ -349,8 +349,8 @@ class Agent:
         self._tasks.tick(self)
         if not self._has_finished:  # then the store is no longer needed
             with self.failing():
-                while self._to_strike_off:
-                    self.node.strike_off(self._to_strike_off.pop())
+                while self._keys_to_delete:
+                    self.node.delete_member_key(self._keys_to_delete.pop())
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
@@ -405,7 +405,7 @@ class Agent:
         self.members[kill.worker].child.signal(signal.SIGKILL)
 
     def give_up(self, member: WorkerHandle, limit_s: float) -> None:
-        """Kills a worker that has loaded code and data for too long, and says so; training goes on."""
+        """Kills a worker that has loaded code and data for too long, and says so; training continues."""
         why = f"has not loaded its code and data within {limit_s:g} s"
         self.end_workers(ends.give_up, member.worker, why)
         doing = f": it {member.doing}" if member.doing else ""
@@ -416,7 +416,7 @@ class Agent:
         member = self.members[leave.worker]
         member.is_left_behind = True
         self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
-        self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
+        self.run_state.note(f"{member.name} survived SIGKILL and is left behind")
 
     def abandon(self) -> None:
         """Kills every worker, and leaves those behind that wait for a disk which has stopped."""

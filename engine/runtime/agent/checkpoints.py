@@ -1,7 +1,7 @@
 """The agent's part in checkpoints: it gathers the parts, writes the manifests, and removes old checkpoints.
 
 Rules: the keeper works on the disk, and a thread waits for it, so that no worker and no signal does. Its results are
-recorded by the agent's main thread. Without the disk training goes on: the user is told, and the checkpoint before
+recorded by the agent's main thread. Without the disk training continues: the user is told, and the checkpoint before
 stays. Parts that no manifest names are removed, also those of killed runs: a disk that is full would else stay full.
 """
 
@@ -69,7 +69,7 @@ class Checkpoints:
 
     def __init__(self, keeper: Keeper, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
         self.place, self._keeper = keeper.place, keeper
-        # As they are when the workers begin: a user may edit them while training goes on.
+        # As they are when the workers begin: a user may edit them while training continues.
         self._seen: tuple[Any, Any] = (origin.init if origin else None, None)
         self._begun_by = 0  # the number of the keeper that knows them
         # Another coordinator may have published those of a run that is taken over, and nobody has heard of it.
@@ -132,9 +132,9 @@ class Checkpoints:
         checkpoint.files.append(message.part.file)
         self._go_on(gathering.add_part(self._gathering, message.step, message.part))
 
-    def unkept(self, told: UnkeptMessage) -> None:
+    def unkept(self, message: UnkeptMessage) -> None:
         """Gives up a checkpoint of which a worker cannot write its own share."""
-        self._go_on(gathering.give_up(self._gathering, told.step, told.why))
+        self._go_on(gathering.give_up(self._gathering, message.step, message.why))
 
     def close_step(self, step: int, loss: float, rows: Iterable[TrajectoryRow]) -> None:
         """Takes a `ClosedStep`."""
@@ -154,7 +154,7 @@ class Checkpoints:
             self._thread.join(_END_S)
             if self._thread.is_alive():
                 if name := self._keeper.stop_waiting(_END_S):
-                    self._run_state.note(f"{name}, which writes the manifests, does not end by SIGKILL: left behind")
+                    self._run_state.note(f"{name}, which writes the manifests, survived SIGKILL: left behind")
                 self._thread.join(_END_S)  # nobody keeps it waiting any more
         self.record()
 
@@ -202,7 +202,7 @@ class Checkpoints:
             named = {part.file for part in whole.parts}
             try:
                 self._results.put(self._published(whole, under_way))
-            except Exception as error:  # training goes on
+            except Exception as error:  # training continues
                 self._results.put(UnkeptRecord(step=whole.step, why=str(error) or repr(error)))
                 self._remove(_Spare(whole.step, under_way.files))
                 continue

@@ -46,9 +46,7 @@ from engine.runtime.store.embedded_etcd import EmbeddedEtcd, StoreKeeper
 from engine.runtime.store.etcd_settings import EtcdSettings
 
 # The usual reason for an expired lease, and the remedy.
-STOOD_STILL = (
-    "the launcher had no processor time for many seconds, or the machine slept: run less beside it, and start again"
-)
+STOOD_STILL = "the launcher had no processor time for many seconds, or the machine slept: free some cores, and restart"
 _MAX_VERDICTS = 64
 
 
@@ -220,7 +218,7 @@ class Node:
         with self._in_or_out():
             self._kv.put("heartbeats", text_of(Heartbeats(now_ns, ages)).encode(), self._lease)
 
-    def strike_off(self, worker: int) -> None:
+    def delete_member_key(self, worker: int) -> None:
         """Deletes the key of a worker that has ended, before its lease expires."""
         self._enrolled.pop(worker, None)
         if not self._is_out:

@@ -54,7 +54,7 @@ def main(fd: int) -> int:
             name, *given = json.loads(line)
             try:
                 answer = [WORK[name](work, *given), ""]
-            except Exception as error:  # training goes on
+            except Exception as error:  # training continues
                 answer = [None, str(error) or repr(error)]
             with contextlib.suppress(OSError):  # the launcher is gone
                 lines.write(json.dumps(answer).encode() + b"\n")

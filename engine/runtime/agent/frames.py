@@ -16,18 +16,18 @@ from engine.codec.messages import decode, encode
 from engine.core.errors import InvariantError
 from engine.core.hosts.host_messages import (
     MOST_SHIPPED_BYTES,
+    ControlHostMessage,
+    DecisionHostMessage,
     ForkHostMessage,
     FromOtherHost,
-    HeardHostMessage,
-    HoldsHostMessage,
+    PastControlHostMessage,
+    PastDecisionHostMessage,
+    ProcessesHostMessage,
     ShippedHostMessage,
     ShippedPart,
     SignalHostMessage,
     SignsHostMessage,
-    TaughtHostMessage,
-    ToldHostMessage,
     ToOtherHost,
-    WordsHostMessage,
     WorkerSign,
     is_shipped,
 )
@@ -39,7 +39,7 @@ MOST_BYTES = MAX_BYTES + 1_000  # of a frame: a control message and its header
 _BREAK = b"\n"
 _SIGNS, _SIGN_BYTES = 32, MAX_BYTES // 2  # in one frame; of their heartbeats
 _FAST = 1  # of zlib: events become a sixth, entries of actions a third, in 3 ms for a megabyte
-_WITH_PACKET = (WordsHostMessage, HeardHostMessage, ToldHostMessage, TaughtHostMessage, ShippedHostMessage)
+_PACKED = (ControlHostMessage, DecisionHostMessage, PastDecisionHostMessage, PastControlHostMessage, ShippedHostMessage)
 
 
 def sign_frames(
@@ -71,7 +71,7 @@ def read_frame(data: bytes) -> tuple[Message, bytes]:
     message = decode(header)
     if not isinstance(message, FromOtherHost | ToOtherHost):
         raise InvariantError(f"a frame begins with a message between hosts, not with {type(message).__name__}")
-    if bool(separator) is not isinstance(message, _WITH_PACKET):
+    if bool(separator) is not isinstance(message, _PACKED):
         raise InvariantError("a control message, a line, or bytes, follow a header that says so, and no other")
     return message, packet
 
@@ -129,21 +129,21 @@ Packets = tuple[Message, bytes]
 def read_from_host(data: bytes) -> Packets:
     """Returns a frame to the host that coordinates; raises InvariantError for one that no host sends."""
     header, packet = _read(data, FromOtherHost)
-    if isinstance(header, WordsHostMessage):
+    if isinstance(header, ControlHostMessage):
         _refuse_unless(isinstance(decode(packet), ToAgent), "a message that a worker sends")
     elif isinstance(header, SignsHostMessage):
         _refuse_unless(len(header.echo) in (0, 2) and min(header.echo, default=0) >= 0, "two times")
         for each in header.signs:
             _check_sign(each)
-    elif isinstance(header, HoldsHostMessage):
+    elif isinstance(header, ProcessesHostMessage):
         for facts in header.processes:
             _refuse_unless(len(facts) in _OF_PROCESS and min(facts[:3]) >= 0, "a number, a worker and a pid")
             _refuse_unless(facts[1] < _MOST_WORKERS, f"at most {_MOST_WORKERS} workers")
         _refuse_unless(header.heard >= 0, "a number of decisions")
-    elif isinstance(header, TaughtHostMessage):
+    elif isinstance(header, PastControlHostMessage):
         is_taught = isinstance(decode(packet), WelcomeMessage | PartitionMessage | BordersMessage)
         _refuse_unless(is_taught, "a message that each newcomer is told")
-    elif isinstance(header, ToldHostMessage):
+    elif isinstance(header, PastDecisionHostMessage):
         _refuse_unless(header.number >= 0 and packet.isascii(), "a decision in plain text, and its number")
     return header, packet
 
@@ -162,7 +162,7 @@ def _read(data: bytes, of: type[Message]) -> Packets:
     header, packet = read_frame(data)
     if not isinstance(header, of):
         raise InvariantError(f"a frame {type(header).__name__} goes the other way")
-    if isinstance(header, WordsHostMessage):
+    if isinstance(header, ControlHostMessage):
         _refuse_unless(0 < len(packet) <= MAX_BYTES, f"a control message of 1 to {MAX_BYTES} bytes")
     for each in fields(header):  # type: ignore[arg-type]
         _check_numbers(getattr(header, each.name))

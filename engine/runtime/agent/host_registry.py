@@ -92,7 +92,7 @@ class KeptLease:
                 continue
             try:
                 if not self._kv.keep_alive(self.lease) and not self._is_over.is_set():
-                    self._end("the lease of this host has expired, or was revoked: the run goes on without it")
+                    self._end("the lease of this host has expired, or was revoked: the run continues without it")
                 self._time = self._time.renewed(sent_ns)
                 self._answers = self._answers.with_one(boottime_ns() - sent_ns)
                 allowed_ns = RENEWAL.after(self._answers.worst_ns)
@@ -251,7 +251,7 @@ class HostKeys:
                 elif not is_known:
                     return None
                 else:
-                    why = "no host of the run is left, and none has told its outcome"
+                    why = "no host of the run is left, and none has reported its outcome"
             except CoordinatorUnavailableError as error:
                 if not is_known:
                     raise
@@ -358,7 +358,7 @@ class HostRegistry(HostKeys):
         return [known.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
 
     def outlived(self) -> ElectedHost | None:
-        """Returns the run that goes on without this host, which was lost and has come back; None if there is none."""
+        """Returns the run that continues without this host, which was lost and has come back; None if there is none."""
         run = self.elected()
         is_back = run is not None and self.own.name in run.hosts and self.own.incarnation not in run.incarnations
         return run if is_back else None
@@ -400,6 +400,6 @@ class HostRegistry(HostKeys):
 
 def _missing(hosts: Sequence[RegisteredHost], wanted: Sequence[str], number: int, patience_s: float) -> str:
     names = [each.name for each in hosts]
-    came = f"{len(names)} of {number} hosts came within {patience_s:g} s: {', '.join(names) or 'none'}"
+    came = f"{len(names)} of {number} hosts registered within {patience_s:g} s: {', '.join(names) or 'none'}"
     absent_names = [each for each in wanted if each not in names]
     return f"{came}; missing: {', '.join(absent_names)}" if absent_names else came

@@ -50,7 +50,7 @@ from engine.core.history.run_records import (
     UnconfirmedRecord,
     ValidationRecord,
 )
-from engine.core.hosts.ends import HostSight, deal, host_for_one_more, unheard
+from engine.core.hosts.ends import HostSight, deal, host_for_one_more, missing_decisions
 from engine.core.job.job import Job
 from engine.core.kv import KV, Lease
 from engine.core.message_kinds import MAX_BYTES, Message, head_of
@@ -60,13 +60,13 @@ from engine.core.messages import (
     CutMessage,
     Evaluation,
     FailedMessage,
+    FaultEffectMessage,
     NoticeMessage,
     PartitionMessage,
     RaisedMessage,
     ReadyMessage,
     RefusedMessage,
     StrikeMessage,
-    SufferedMessage,
     WaitingMessage,
     WelcomeMessage,
 )
@@ -94,7 +94,7 @@ _ONCE = tuple(
         WaitingMessage,
         NoticeMessage,
         StrikeMessage,
-        SufferedMessage,
+        FaultEffectMessage,
         RaisedMessage,
         FailedMessage,
         RefusedMessage,
@@ -122,10 +122,10 @@ class ReplayBuffer:
             self._hashes.append(packet)
         elif packet.startswith(_ONCE):
             self._once.append(packet)
-        elif packet.startswith(_PARTS) and isinstance(told := decode(packet), KeptMessage | UnkeptMessage):
-            if told.step > self._step:
-                self._step, self._parts = told.step, []
-            self._parts += [packet] * (told.step == self._step)
+        elif packet.startswith(_PARTS) and isinstance(message := decode(packet), KeptMessage | UnkeptMessage):
+            if message.step > self._step:
+                self._step, self._parts = message.step, []
+            self._parts += [packet] * (message.step == self._step)
 
     @property
     def packets(self) -> list[bytes]:
@@ -236,9 +236,9 @@ class ReplicatedResults:
             raise CoordinatorUnavailableError(f"the decisions {number} to {self._first - 1} are not kept any more")
         return self.last_since(number)
 
-    def complete(self, told: Iterable[Mapping[int, str]]) -> list[tuple[str, Record | None]]:
+    def complete(self, stored: Iterable[Mapping[int, str]]) -> list[tuple[str, Record | None]]:
         """Takes what other hosts have heard, and this one has not; returns these lines with their decisions."""
-        return [(line, self.take(self.count, line)) for line in unheard(self.count, told)]
+        return [(line, self.take(self.count, line)) for line in missing_decisions(self.count, stored)]
 
     def hear(self, record: object) -> None:
         """Takes a decision. Results that contradict each other are for the host that coordinates to judge."""
@@ -342,18 +342,18 @@ class HostServers(Spawner):
     def _why_lost(self, away: RemoteSpawner, began_ns: int, now_ns: int) -> str:
         peer = away.peer
         if peer.broken:
-            return f"it has sent what no host sends: {peer.broken}"
+            return f"it sent an invalid frame: {peer.broken}"
         if not peer.has_come:
             return "it did not connect" if now_ns - began_ns > _FIRST_NS else ""
         if peer.end.is_full:
-            return "it does not read any more"
+            return "it stopped reading"
         return HostSight(peer.heard_ns, peer.ended_ns, peer.is_waiting, away.round_trips.worst_ns).why_lost(now_ns)
 
-    def news_of_network(self) -> list[NetworkRecord]:
+    def network_records(self) -> list[NetworkRecord]:
         """Returns the records of round trips that have changed."""
         living = [each for each in self._others if each.is_there]
         news = [record for each in living if (record := each.network_record()) is not None]
-        self.round_trip_ns = max((each.told_ns or 0 for each in living), default=0)
+        self.round_trip_ns = max((each.reported_ns or 0 for each in living), default=0)
         return news
 
     def _lose(self, away: RemoteSpawner, why: str) -> None:

@@ -1,10 +1,9 @@
 """The workers of a host that does not coordinate: its agent forks, relays, signals and sees ends, and decides nothing.
 
-    coordinator's host   ForkHost, SignalHost, WordsHost --->  this process  ---> link of the worker
-                         <--- EndedHost, WordsHost, SignsHost                <--- link, pidfd, board, /proc
+    coordinator's host   ForkHost, SignalHost, ControlHost ->  this process  ---> link of the worker
+                         <-- EndedHost, ControlHost, SignsHost               <--- link, pidfd, board, /proc
 
-They outlive the host that coordinates: `follow` tells the next one which processes there are, and says again the words
-that may have been lost with the one before.
+They outlive the host that coordinates: `follow` reports them to the next one, and resends what may have been lost.
 
 Rules: the words of a worker come before its end, and so does the place that it had come to. A thread
 of `HeartbeatReporter` asks all workers for signs of life and sends them, so that no fork holds them up. SIGTERM to this
@@ -31,20 +30,20 @@ from engine.core.history.merging import OffsetBounds, OffsetWatch
 from engine.core.history.process_records import ClockRecord, HeardRecord
 from engine.core.history.run_records import AuditRecord, Record
 from engine.core.hosts.host_messages import (
+    ControlHostMessage,
+    DecisionHostMessage,
     EndedHostMessage,
     ForkedHostMessage,
+    ForkFailedHostMessage,
     ForkHostMessage,
-    HeardHostMessage,
-    HoldsHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
-    SaidAllHostMessage,
+    PastControlHostMessage,
+    PastDecisionHostMessage,
+    ProcessesHostMessage,
+    ResendDoneHostMessage,
     SignalHostMessage,
-    TaughtHostMessage,
     TickHostMessage,
-    ToldHostMessage,
-    UnforkedHostMessage,
-    WordsHostMessage,
     WorkerSign,
 )
 from engine.core.job.job import Job
@@ -93,7 +92,7 @@ class LocalProcess:
 
     @property
     def has_left(self) -> bool:
-        """Whether it has ended, and the run goes on without it: the run was not over, and did not stop it."""
+        """Whether it has ended, and the run continues without it: the run was not over, and did not stop it."""
         return self.has_ended and self.code != ExitCode.OK and not self.was_stopped
 
     @property
@@ -224,7 +223,7 @@ class HostWorkers:
         self.lines.leave()
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
             header, packet = self._orders.get()
-            if isinstance(header, HeardHostMessage):
+            if isinstance(header, DecisionHostMessage):
                 self._hear(header.number, packet.decode())
             elif isinstance(header, OutcomeHostMessage):
                 self.outcome = HostOutcome(header.code, header.words)
@@ -237,16 +236,16 @@ class HostWorkers:
         self._chief, self._is_own = chief, is_own
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
-        end.send(frame(HoldsHostMessage(tuple(process.to_plain() for process in living), self.heard.count)))
+        end.send(frame(ProcessesHostMessage(tuple(process.to_plain() for process in living), self.heard.count)))
         for number, line in self.heard.last_since(known).items():
-            end.send(frame(ToldHostMessage(number), line.encode()))
+            end.send(frame(PastDecisionHostMessage(number), line.encode()))
         for packet in self._taught.packets:
-            end.send(frame(TaughtHostMessage(), packet))
+            end.send(frame(PastControlHostMessage(), packet))
         for process in living:
             for packet in process.said.packets:
-                end.send(frame(WordsHostMessage(process.number), packet))
+                end.send(frame(ControlHostMessage(process.number), packet))
         self.lines.follow(chief, end)
-        end.send(frame(SaidAllHostMessage()))
+        end.send(frame(ResendDoneHostMessage()))
         self._end = end
         self._signs.follow(end)
 
@@ -335,14 +334,14 @@ class HostWorkers:
             match header:
                 case ForkHostMessage():
                     self._fork(header)
-                case WordsHostMessage(process=number) if number in self._processes:
+                case ControlHostMessage(process=number) if number in self._processes:
                     self._processes[number].tell(packet)
                     self._taught.add(packet)
                 case SignalHostMessage(process=number, number=0):
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._signs.signal(self._processes[number], signal.Signals(which))
-                case HeardHostMessage(number=number):
+                case DecisionHostMessage(number=number):
                     self._hear(number, packet.decode())
                 case OutcomeHostMessage(code=code, words=words):
                     self.outcome = HostOutcome(code, words)
@@ -350,9 +349,9 @@ class HostWorkers:
     def _hear(self, number: int, line: str) -> None:
         self._record(line, self.heard.take(number, line), self._chief)
 
-    def complete(self, told: Iterable[Mapping[int, str]], chief: str) -> None:
+    def complete(self, stored: Iterable[Mapping[int, str]], chief: str) -> None:
         """Takes the decisions of the lost `chief` that other hosts have heard, and this one has not."""
-        for line, record in self.heard.complete(told):
+        for line, record in self.heard.complete(stored):
             self._record(line, record, chief)
 
     def _record(self, line: str, record: Record | None, chief: str) -> None:
@@ -369,7 +368,7 @@ class HostWorkers:
             with self._server.forking():
                 child, link = self._server.start_worker(order.worker, log, fds, self._board)
         except EnvironmentLacksError as error:
-            self._send(UnforkedHostMessage(order.process, str(error)))
+            self._send(ForkFailedHostMessage(order.process, str(error)))
             return
         made = LocalProcess(order.process, order.worker, child, link)
         self._processes[order.process] = made
@@ -385,7 +384,7 @@ class HostWorkers:
             of.said.add(packet)
             if not self._is_own and (hashes := hashes_of(packet)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
-            self._send(WordsHostMessage(of.number), packet)
+            self._send(ControlHostMessage(of.number), packet)
 
     def _see_end(self, of: LocalProcess, code: int) -> None:
         of.code = code

@@ -104,9 +104,9 @@ class Injector:
         positions = {worker: (at.step, at.action) for worker, at in self.places().items()}
         self._take(injection.arm_merged, positions)
 
-    def strike(self, fault_id: str, told: MomentReport | None = None) -> None:
+    def strike(self, fault_id: str, report: MomentReport | None = None) -> None:
         """Records a fault and strikes all its victims; does nothing if it has struck before."""
-        self._take(injection.strike, fault_id, told)
+        self._take(injection.strike, fault_id, report)
 
     def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
         """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
@@ -117,10 +117,10 @@ class Injector:
         self.injection = before.injection
         self._take(injection.restart)
 
-    def take_over(self, told: InheritedFaults, lost: str) -> list[str]:
+    def take_over(self, inherited: InheritedFaults, lost: str) -> list[str]:
         """Goes on with the faults that host `lost` has struck, or had waiting; returns those that it lost, in words."""
         present = [worker for worker, each in self._members.items() if each.exit_code is None]
-        self.injection, outputs = taken_over(self.injection, Now(now_ns(), self._state()), told, lost, present)
+        self.injection, outputs = taken_over(self.injection, Now(now_ns(), self._state()), inherited, lost, present)
         for output in outputs:
             self._carry_out(output)
         records = [each.record for each in outputs if isinstance(each, RecordFault)]

@@ -107,9 +107,9 @@ class Newcomers:
         self._since_ns.clear()
         tell_all(self._all(), message)
 
-    def know(self, told: Sequence[ToWorker]) -> None:
+    def know(self, messages: Sequence[ToWorker]) -> None:
         """Takes what a host before has passed on."""
-        self._place += told
+        self._place += messages
 
     def greet(self, member: WorkerHandle) -> None:
         """Tells a worker that has come later all that the others have learnt."""

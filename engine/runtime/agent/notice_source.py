@@ -92,7 +92,7 @@ class NoticeSource:
                 if answer is not None:
                     self._answers.put(answer)
             except (OSError, ValueError) as error:
-                self._says(f"{self.wanted.name} cannot be asked: {error}")
+                self._says(f"cannot poll {self.wanted.name}: {error}")
             self._ended.wait(self.wanted.every_s)
 
     def _says(self, text: str) -> None:
@@ -147,7 +147,7 @@ class NoticeSource:
                 if len(said) > MOST_BYTES:
                     raise OSError(f"it prints more than {MOST_BYTES // 1024} KiB")
                 if not has_ended and time.monotonic() > until_s:
-                    raise OSError(f"it has not ended after {_COMMAND_S:g} s, and is killed")
+                    raise OSError(f"it took longer than {_COMMAND_S:g} s and was killed")
         finally:
             os.close(pidfd)
         return said
@@ -181,7 +181,7 @@ class NoticeSource:
                 self._says(f"{self.wanted.name}: a notice for {numbered('worker', absent)}, but no such worker is here")
         elif not self._is_over:
             self._is_over = True
-            why = f"{agent.grace_ns / 1e9:g} s do not suffice for {numbered('worker', sorted(others))}, which waits"
+            why = f"{agent.grace_ns / 1e9:g} s are not enough for {numbered('worker', sorted(others))}, which waits"
             why = why if others else "which no other host takes over"
             agent.run_state.note(f"{self.wanted.name}: a notice for all workers, {why}: the run ends")
             signal.raise_signal(signal.SIGTERM)
@@ -209,7 +209,7 @@ def _over_http(url: str, token: str = "", *, wants_token: bool = False) -> bytes
     except HTTPError as error:
         error.close()
         if error.code not in _SILENT:
-            raise OSError(f"it answers {error.code} {error.reason}, which is no notice") from None
+            raise OSError(f"it answered {error.code} {error.reason}, which is not a notice") from None
         return b""
 
 

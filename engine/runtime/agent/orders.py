@@ -185,7 +185,7 @@ def _answer_of(away: HelperProcess, place: str, limit_s: float) -> Any:
     except TimeoutError:
         why = f"{place!r} has not answered for {limit_s:g} s"
         left = away.give_up(why)
-        raise StorageError(f"{why}; {left} does not end by SIGKILL: left behind" if left else why) from None
+        raise StorageError(f"{why}; {left} survived SIGKILL: left behind" if left else why) from None
     if not answer:
         raise StorageError(f"the process that reads {place!r} has ended")
     value, error = json.loads(answer)
@@ -391,7 +391,7 @@ class Orders(HelperProcess):
         words = [counted(missing.pop(RECORD, 0), RECORD)] if missing[RECORD] else []
         words += sorted(missing - Counter({RECORD: 0}))
         self.why += f"; not written: {', '.join(words)}" if words else ""
-        self.why += f"; {left} does not end by SIGKILL: left behind" if left else ""
+        self.why += f"; {left} survived SIGKILL: left behind" if left else ""
         self._open.clear()
         self._questions.clear()
         self._unsent.clear()

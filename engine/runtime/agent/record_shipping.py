@@ -15,9 +15,9 @@ from engine.core.history.step_files import FOLDER, step_file
 from engine.core.hosts.host_messages import (
     EVENTS,
     MOST_SHIPPED_BYTES,
-    KeptHostMessage,
     ShippedHostMessage,
     ShippedPart,
+    StoredSizesHostMessage,
     whole_bytes,
 )
 from engine.files.atomic_write import make_folder, open_to_append, open_to_read
@@ -58,7 +58,7 @@ class RecordShipper:
         """Ships from now on, in a thread."""
         threading.Thread(target=self._run, name="shipper", daemon=True).start()
 
-    def kept(self, answer: KeptHostMessage) -> None:
+    def kept(self, answer: StoredSizesHostMessage) -> None:
         """Takes the answer of the other end."""
         for node, file, size in answer.sizes:
             self._kept[node, file] = size
@@ -211,7 +211,7 @@ class RecordReceiver:
                     if self._is_over.wait(_AGAIN_S):
                         return
                 sizes[part.node, part.file] = size
-            answer(frame(KeptHostMessage(tuple((*key, size) for key, size in sizes.items()), header.is_last)))
+            answer(frame(StoredSizesHostMessage(tuple((*key, size) for key, size in sizes.items()), header.is_last)))
 
     def _try(self, part: ShippedPart, data: bytes) -> int | None:
         """Writes a part if the copy ends where it begins; returns the size of the copy, None if the disk fails."""

@@ -17,23 +17,23 @@ from engine.core.deadlines import BACK, SILENT, RoundTrips
 from engine.core.errors import KILLED, EnvironmentLacksError, ensure, required
 from engine.core.history.process_records import NetworkRecord
 from engine.core.hosts.host_messages import (
+    ControlHostMessage,
+    DecisionHostMessage,
     EndedHostMessage,
     ForkedHostMessage,
+    ForkFailedHostMessage,
     ForkHostMessage,
-    HeardHostMessage,
-    HoldsHostMessage,
-    KeptHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
-    SaidAllHostMessage,
+    PastControlHostMessage,
+    PastDecisionHostMessage,
+    ProcessesHostMessage,
+    ResendDoneHostMessage,
     ShippedHostMessage,
     SignalHostMessage,
     SignsHostMessage,
-    TaughtHostMessage,
+    StoredSizesHostMessage,
     TickHostMessage,
-    ToldHostMessage,
-    UnforkedHostMessage,
-    WordsHostMessage,
     WorkerSign,
 )
 from engine.core.hosts.host_options import RegisteredHost
@@ -74,7 +74,7 @@ class RemoteLink(WorkerLink):
     takes_fds = False
 
     def __init__(self, number: int, send: Send):
-        self._header, self._send = WordsHostMessage(number), send
+        self._header, self._send = ControlHostMessage(number), send
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
         """Sends one message, without descriptors."""
@@ -208,7 +208,7 @@ class RemoteSpawner(Spawner):
         self._while_waiting: Callable[[], object] = lambda: None
         self._number = 0
         self._away: dict[int, RemoteProcess] = {}
-        self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[ForkedHostMessage | ForkFailedHostMessage | None] = queue.SimpleQueue()
         self._losing = threading.Lock()
         self.has_left = False
         self.keeper: RecordReceiver | None = None  # of the records of hosts
@@ -218,7 +218,7 @@ class RemoteSpawner(Spawner):
         self.heard = 0  # decisions, before it served this coordinator
         self.told: dict[int, str] = {}  # those of them that this host may lack
         self.taught: list[ToWorker] = []  # its workers
-        self.has_said = threading.Event()
+        self.resent = threading.Event()
         self._is_early = takes_over  # no handle of the processes is there yet
         self._early: list[tuple[int, str, tuple[Any, ...]]] = []
         self._hearing = threading.Lock()
@@ -226,7 +226,7 @@ class RemoteSpawner(Spawner):
         self._heard: tuple[int, ...] = ()  # when the last signs were sent, and when they came
         self._echo_ns = 0
         self.round_trips = RoundTrips()
-        self.told_ns: int | None = None  # the worst of them in the last record
+        self.reported_ns: int | None = None  # the worst of them in the last record
 
     @property
     def is_there(self) -> bool:
@@ -255,10 +255,10 @@ class RemoteSpawner(Spawner):
             process.ended(KILLED)
             process.close()
             why = f"it did not answer within {_FORK_S:g} s" if answer is None else answer.error
-            raise EnvironmentLacksError(f"no process can be started on host {self.host}: {why}")
+            raise EnvironmentLacksError(f"cannot start a process on host {self.host}: {why}")
         return process, process.link
 
-    def _answer(self) -> ForkedHostMessage | UnforkedHostMessage | None:
+    def _answer(self) -> ForkedHostMessage | ForkFailedHostMessage | None:
         until_s = time.monotonic() + _FORK_S
         while time.monotonic() < until_s and not self.peer.is_lost:
             try:
@@ -276,26 +276,26 @@ class RemoteSpawner(Spawner):
                 self._heard = (sent_ns, at_ns)
                 for sign in signs:
                     self._with(sign.process, "sees", sign)
-            case WordsHostMessage(process=process):
+            case ControlHostMessage(process=process):
                 self._with(process, "hear", packet)
             case EndedHostMessage(process=process, code=code):
                 self._with(process, "ended", code)
-            case ForkedHostMessage() | UnforkedHostMessage():
+            case ForkedHostMessage() | ForkFailedHostMessage():
                 self._answers.put(header)
             case LeavesHostMessage():
                 self.has_left = True
-            case HoldsHostMessage(processes=processes, heard=heard):
+            case ProcessesHostMessage(processes=processes, heard=heard):
                 self.held, self.heard = processes, heard
-            case ToldHostMessage(number=number) if not self.has_said.is_set():
+            case PastDecisionHostMessage(number=number) if not self.resent.is_set():
                 decoded(line := packet.decode())  # raises InvariantError for one that is no record
                 self.told[number] = line
-            case TaughtHostMessage() if isinstance(told := decode(packet), ToWorker) and not self.has_said.is_set():
-                self.taught.append(told)
-            case SaidAllHostMessage():
-                self.has_said.set()
+            case PastControlHostMessage() if isinstance(sent := decode(packet), ToWorker) and not self.resent.is_set():
+                self.taught.append(sent)
+            case ResendDoneHostMessage():
+                self.resent.set()
             case ShippedHostMessage():
                 self._keep_lines(header, packet)
-            case KeptHostMessage() if self.shipper is not None:
+            case StoredSizesHostMessage() if self.shipper is not None:
                 self.shipper.kept(header)
 
     def _measure(self, echo: tuple[int, ...], now_ns: int) -> None:
@@ -308,9 +308,9 @@ class RemoteSpawner(Spawner):
     def network_record(self) -> NetworkRecord | None:
         """Returns the record of the round trips and the deadlines that follow them, where these have changed."""
         trips = self.round_trips
-        if not trips.tells_more_than(self.told_ns):
+        if not trips.differs_from(self.reported_ns):
             return None
-        self.told_ns = worst_ns = trips.worst_ns
+        self.reported_ns = worst_ns = trips.worst_ns
         return NetworkRecord(
             of=self.host, worst_ns=worst_ns or 0, silent_ns=SILENT.after(worst_ns), back_ns=BACK.after(worst_ns)
         )
@@ -380,7 +380,7 @@ class RemoteSpawner(Spawner):
         for child in children:
             child.ended(KILLED, why)
         self._answers.put(None)
-        self.has_said.set()
+        self.resent.set()
 
     def leave(self) -> None:
         """Forgets the processes, which go on; no order reaches them any more."""
@@ -399,7 +399,7 @@ class RemoteSpawner(Spawner):
 
     def keep(self, number: int, line: str) -> None:
         """Lets the other host keep a decision."""
-        self.peer.end.send(frame(HeardHostMessage(number), line.encode()))
+        self.peer.end.send(frame(DecisionHostMessage(number), line.encode()))
 
     def tell(self, code: int, words: str) -> None:
         """Tells the other host the outcome of the run."""
@@ -465,9 +465,9 @@ class ServedLines:
             for part in self._keeper.take(header, packet, end.send):
                 if shipper is not None:
                     shipper.knows(part.node, part.file, part.begin + part.length)
-        elif isinstance(header, KeptHostMessage) and shipper is not None:
+        elif isinstance(header, StoredSizesHostMessage) and shipper is not None:
             shipper.kept(header)
-        return isinstance(header, ShippedHostMessage | KeptHostMessage)
+        return isinstance(header, ShippedHostMessage | StoredSizesHostMessage)
 
     def finish(self) -> None:
         """Ships the last records."""
@@ -514,7 +514,7 @@ class CoordinatorLines:
             self._to.shipper.begin()
 
     def _can_keep(self, away: RemoteSpawner) -> bool:
-        return away.host != self._own and away.has_said.is_set() and not away.peer.is_lost and not away.has_left
+        return away.host != self._own and away.resent.is_set() and not away.peer.is_lost and not away.has_left
 
     def _is_lost(self, name: str) -> bool:
         return name not in self._away or self._away[name].peer.is_lost

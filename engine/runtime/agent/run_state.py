@@ -57,7 +57,7 @@ from engine.runtime.process.spawner import Started
 
 _UNNAMED_DATA = "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"
 
-_MORE_ROOM = "less memory is taken by a smaller microbatch_size, more stages, or activation_checkpoint: 1"
+_MORE_ROOM = "to use less memory: a smaller microbatch_size, more stages, or activation_checkpoint: 1"
 
 
 class ClosedStep(NamedTuple):
@@ -300,7 +300,7 @@ def audit_record(worker: int, audit: AuditMessage) -> AuditRecord:
 
 
 # The view of a run for pictures while it runs, and the ending of a run.
-LEFT = "left"  # all workers of this host have left after a notice; the run goes on, and another host coordinates it
+LEFT = "left"  # all workers of this host have left after a notice; the run continues, and another host coordinates it
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +385,7 @@ def ended(recorder: Recorder, ending: Ending) -> Ending:
 
 
 @contextlib.contextmanager
-def telling_unwritten() -> Iterator[None]:
+def reporting_unwritten() -> Iterator[None]:
     """Tells the user of records that a process which ends by force leaves unwritten."""
     try:
         yield

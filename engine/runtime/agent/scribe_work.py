@@ -41,7 +41,7 @@ _GOES_ON_S = 1.0
 Duty = Callable[..., Any]
 
 
-class _Opened(NamedTuple):
+class _RecordFiles(NamedTuple):
     """The open files of the records of a run, and whether steps may be left out."""
 
     recorder: Recorder
@@ -55,7 +55,7 @@ class RunWriter:
 
     pid: int
     near: socket.socket
-    opened: dict[int, _Opened] = field(default_factory=dict)
+    opened: dict[int, _RecordFiles] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # of the next file
     used: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     touched_fd: int = -1
@@ -116,7 +116,7 @@ def _open(desk: RunWriter, events: str, span: int, limit: int) -> int:
         steps_fd = open_steps(path.parent / FOLDER)
     thinning = LogRetention(steps_fd, events_fd, span, limit) if limit else None
     recorder = Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning, desk.pid)
-    desk.opened[events_fd] = _Opened(recorder, [events_fd, steps_fd], bool(limit))
+    desk.opened[events_fd] = _RecordFiles(recorder, [events_fd, steps_fd], bool(limit))
     desk.fds = [events_fd, steps_fd]
     return events_fd
 

@@ -61,7 +61,7 @@ from engine.runtime.agent.run_state import (
     RunState,
     RunView,
     ended,
-    telling_unwritten,
+    reporting_unwritten,
     worker_view,
 )
 from engine.runtime.agent.schedule_requests import ScheduleRequests
@@ -228,7 +228,7 @@ class _Run:
     def _supervise(self, agent: Agent, server: Spawner) -> None:
         """Runs until every worker has ended, or a record of the agent cannot be written: no more could be proved."""
         self.interrupts.patience_s = self.interrupts.step_grace_s + _CALL_PATIENCE_S
-        if server.host:  # a signal may be a notice for the workers of this host, and the run goes on
+        if server.host:  # a signal may be a notice for the workers of this host, and the run continues
             self.interrupts.let_wait()
         try:
             supervise(agent, server, self.interrupts)
@@ -263,7 +263,7 @@ def _recorded(recorder: Recorder, origin: Resumption | None, before: Agent | Non
 
 def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:
     """Records the end of training whose process is about to end, and releases its resources, also on a full disk."""
-    with stack, telling_unwritten():
+    with stack, reporting_unwritten():
         recorder.write(InterruptRecord(signal=number.name))
         recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
         recorder.settle(at_once=True)
@@ -301,7 +301,7 @@ def supervise(agent: Agent, server: Spawner, interrupts: Interrupts) -> None:
             if now_s - ticked_s >= TICK_S:
                 ticked_s = now_s
                 agent.look_at_clock(server.round_trip_ns)
-                for record in server.news_of_network():
+                for record in server.network_records():
                     agent.recorder.write(record)
                 server_pid = _look_at(server, agent, server_pid)
     if not agent.has_left:
@@ -310,13 +310,13 @@ def supervise(agent: Agent, server: Spawner, interrupts: Interrupts) -> None:
 
 
 def _take_news(agent: Agent, watched: Mapping[WorkerProcess, WorkerHandle], mailbox: HostMailbox) -> None:
-    for process, told in mailbox.take():
+    for process, item in mailbox.take():
         if (member := watched.get(process)) is None:
             continue  # it could not be started, or is of a start before
-        if isinstance(told, bytes):
-            agent.hear(member, decode(told))
+        if isinstance(item, bytes):
+            agent.hear(member, decode(item))
         else:
-            _end(agent, member, told)
+            _end(agent, member, item)
 
 
 def _end(agent: Agent, member: WorkerHandle, code: int) -> None:

@@ -146,13 +146,13 @@ class LaunchSpec:
 class WorkerGroup:
     """The workers of a run since its last start, and all that one more of them is started with.
 
-    Each is `told` the same; `last` is the greatest number of those that another host had.
+    Each gets the same `greeting`; `last` is the greatest number of those that another host had.
     """
 
     launch: LaunchSpec
     board: ProgressBoard
     network_fds: tuple[int, ...]
-    told: WelcomeMessage
+    greeting: WelcomeMessage
     members: dict[int, WorkerHandle]
     last: int = -1
 
@@ -182,12 +182,12 @@ class WorkerGroup:
 
     def welcome(self, member: WorkerHandle, *, joins: bool = False) -> None:
         """Sends a worker its first message; one that owns nothing waits, with `joins` for no failure."""
-        launch, owners = self.launch, self.told.owners
+        launch, owners = self.launch, self.greeting.owners
         launch.recorder.write(
             StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots, node=member.host)
         )
         message = replace(
-            self.told,
+            self.greeting,
             worker=member.worker,
             num_lines=max(member.worker, *owners) + 1,
             waits=member.worker not in owners,

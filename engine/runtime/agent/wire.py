@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.core.errors import EnvironmentLacksError, InvariantError
-from engine.core.hosts.host_messages import HailedHostMessage, HelloHostMessage, SignsHostMessage, TickHostMessage
+from engine.core.hosts.host_messages import HelloHostMessage, HelloReplyHostMessage, SignsHostMessage, TickHostMessage
 from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_kinds import Message
 from engine.runtime.agent.frames import (
@@ -39,7 +39,7 @@ from engine.runtime.process.grpc_import import grpc
 # count for nothing. Any thread may send; frames are taken by one thread at a time.
 
 
-MOST_WAITING_BYTES = 64 << 20  # that wait for the other end: it does not read any more
+MOST_WAITING_BYTES = 64 << 20  # that wait for the other end: it stopped reading
 
 
 class StreamEnd:
@@ -224,7 +224,7 @@ class HostPeer:
         """Delivers a frame; returns whether the connection is still the present one. Notes a broken frame."""
         try:
             header, packet = self._read(data)
-            if isinstance(header, HelloHostMessage | HailedHostMessage):
+            if isinstance(header, HelloHostMessage | HelloReplyHostMessage):
                 raise InvariantError("a stream has one greeting")
             self.is_waiting = True
             return self.end.take(connection, lambda: self._deliver(header, packet))
@@ -265,7 +265,7 @@ class WireServer:
         try:
             self.port = self._server.add_secure_port(f"{where}:0", credentials)
         except RuntimeError as error:
-            raise EnvironmentLacksError(f"nothing can listen on {address}: {error}") from error
+            raise EnvironmentLacksError(f"cannot listen on {address}: {error}") from error
         self._server.start()
 
     def admit(self, name: str, peer: HostPeer) -> None:
@@ -278,7 +278,7 @@ class WireServer:
         peer.came()
         reading = (peer, connection, requests, context)
         threading.Thread(target=self._read, args=reading, name="host", daemon=True).start()
-        yield frame(HailedHostMessage(peer.end.received))
+        yield frame(HelloReplyHostMessage(peer.end.received))
         peer.end.resume(connection, received)
         yield from map(bundle, peer.end.bundles(connection))
 
@@ -287,7 +287,7 @@ class WireServer:
         patience = threading.Timer(_GREET_S, context.cancel)
         patience.daemon = True
         patience.start()
-        hello, why = None, f"it said nothing for {_GREET_S:g} s"
+        hello, why = None, f"it sent nothing for {_GREET_S:g} s"
         try:
             hello, _ = read_from_host(next(requests))
             why = self._why_refused(hello)
@@ -337,7 +337,7 @@ class WireServer:
     def _tell(self, words: str) -> None:
         with self._telling:
             self._num_told += 1
-            last = "; no more of these are told" if self._num_told == _MOST_TOLD else ""
+            last = "; further ones are not reported" if self._num_told == _MOST_TOLD else ""
             if self._num_told <= _MOST_TOLD:
                 self._say(words + last)
 
@@ -403,8 +403,8 @@ class WireClient:
                         return
                     continue
                 hailed, _ = read_from_coordinator(data)
-                if not isinstance(hailed, HailedHostMessage):
-                    raise InvariantError("a stream is answered with a hail")
+                if not isinstance(hailed, HelloReplyHostMessage):
+                    raise InvariantError("a stream is answered with a hello")
                 self.peer.came()
                 self.end.resume(connection, hailed.received)
         finally:

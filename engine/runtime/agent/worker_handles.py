@@ -133,8 +133,8 @@ def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> L
     living = [each for each in members if each.exit_code is None]
     seen = {each.worker: each.child.sight(each.worker, board) for each in living} if board else {}
     sights = {worker: sight for worker, sight in seen.items() if sight is not None}
-    told = {each.worker: each.child.word() for each in living}
-    words = {worker: HostWord(*word) for worker, word in told.items() if word is not None}
+    by_worker = {each.worker: each.child.word() for each in living}
+    words = {worker: HostWord(*word) for worker, word in by_worker.items() if word is not None}
     return sights, tuple(each.worker for each in living if each.child.is_unseen), words
 
 

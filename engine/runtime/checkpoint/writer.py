@@ -225,7 +225,7 @@ class CheckpointWriter:
                     copy_ns = 0
                     if self._is_often:
                         self._spare[state.layer, state.shard] = image
-        except Exception as error:  # training goes on
+        except Exception as error:  # training continues
             with contextlib.suppress(OSError):  # a worker that is a thread may have ended
                 self._control.send(UnkeptMessage(step, str(error) or repr(error)))
         finally:

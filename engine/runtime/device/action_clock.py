@@ -49,7 +49,7 @@ class ActionClock:
         """Waits until all actions are over, and reports them."""
 
 
-class _Coming(NamedTuple):
+class _PendingAction(NamedTuple):
     done: tuple[Action, str, int, int]
     start_ns: int
     end_ns: int
@@ -64,7 +64,7 @@ class GpuClock(ActionClock):
         super().__init__(self._ended)
         self._tell = tell
         self._begin: torch.cuda.Event | None = None
-        self._coming: deque[_Coming] = deque()
+        self._coming: deque[_PendingAction] = deque()
         self._last: tuple[torch.cuda.Event, int] | None = None  # the end of the last one that computed
 
     def timed(self, method: _Method) -> _Method:
@@ -83,7 +83,7 @@ class GpuClock(ActionClock):
     def _ended(self, action: Action, text: str, step: int, epoch: int, start_ns: int, end_ns: int) -> None:
         begin, self._begin = self._begin, None
         end = None if begin is None else _event_now()
-        self._coming.append(_Coming((action, text, step, epoch), start_ns, end_ns, begin, end))
+        self._coming.append(_PendingAction((action, text, step, epoch), start_ns, end_ns, begin, end))
         self.look()
 
     def look(self) -> None:
@@ -92,7 +92,7 @@ class GpuClock(ActionClock):
             coming = self._coming.popleft()
             self._tell(*coming.done, *self._times_of(coming))
 
-    def _times_of(self, coming: _Coming) -> tuple[int, int]:
+    def _times_of(self, coming: _PendingAction) -> tuple[int, int]:
         begin, end = coming.begin, coming.end
         if begin is None or end is None:
             return coming.start_ns, coming.end_ns

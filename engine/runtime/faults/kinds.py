@@ -226,7 +226,7 @@ _DIRECTION = Parameter(
     "both",
     choices=("there", "back", "both"),
 )
-_LINK_FOR = Parameter("for", "duration", "how long, then all of it comes through; without it, for good", least=1)
+_LINK_FOR = Parameter("for", "duration", "how long, then all of it comes through; without it, forever", least=1)
 _BY = Parameter("by", "duration", "how much later each frame arrives", required=True, least=1)
 
 
@@ -368,7 +368,7 @@ def slow(context: WorkerFaultContext) -> None:
     context.slow_down(float(context.parameters["factor"]), int(context.parameters["for_ns"]))
 
 
-@fault_kind("hang", "The worker never comes to the end of an action.", "worker", at_once, _HANG_FOR, _GIL)
+@fault_kind("hang", "The worker never finishes an action.", "worker", at_once, _HANG_FOR, _GIL)
 def hang(context: WorkerFaultContext) -> None:
     """Waits inside an action, with or without the GIL."""
     for_ns = context.parameters.get("for_ns")

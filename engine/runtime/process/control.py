@@ -445,9 +445,9 @@ class Control:
         until_s = time.monotonic() + limit_s
         while time.monotonic() < until_s:
             with self._lock:
-                told = next((each for each in self.inbox.waiting if isinstance(each, StopMessage)), None)
-            if told is not None:
-                return told
+                stop = next((each for each in self.inbox.waiting if isinstance(each, StopMessage)), None)
+            if stop is not None:
+                return stop
             time.sleep(_LOOK_S)
         return None
 

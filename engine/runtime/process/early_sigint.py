@@ -20,8 +20,8 @@ def leave(number: int, frame: object = None) -> None:
     """Ends this process with the exit code of a signal; a program that reads --json gets its object."""
     name = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}[number]
     if "--json" in sys.argv:
-        told = f'"outcome": "interrupted", "exit_code": {128 + number}, "error": "interrupted by {name}"'
-        os.write(1, f'{{"run_dir": null, {told}, "problems": []}}\n'.encode())
+        outcome = f'"outcome": "interrupted", "exit_code": {128 + number}, "error": "interrupted by {name}"'
+        os.write(1, f'{{"run_dir": null, {outcome}, "problems": []}}\n'.encode())
     os._exit(128 + number)
 
 

@@ -199,7 +199,7 @@ class ForkServer(Spawner):
                 if reply is None:
                     self._replace()
                 elif isinstance(reply, UnforkedMessage):
-                    raise EnvironmentLacksError(f"no process can be started: {reply.error}")
+                    raise EnvironmentLacksError(f"cannot start a process: {reply.error}")
                 elif isinstance(reply, ForkedMessage):
                     self._children.append(Child(name, reply.pid, came_along[0]))
                     return self._children[-1]
@@ -222,9 +222,9 @@ class ForkServer(Spawner):
         if not self._has_begun:
             self._link.send(BeginMessage(self.preload))
             self._has_begun = True
-        told, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
+        gate, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
         try:
-            self._link.send(ForkMessage(role, name), [told, *fds])
+            self._link.send(ForkMessage(role, name), [gate, *fds])
             is_ready = self._has_served and self._preloaded == self.preload
             reply, came_along = self._reply(_ANSWER_S if is_ready else _START_S)
             self._has_begun = reply is not None and not isinstance(reply, LeftMessage)
@@ -232,7 +232,7 @@ class ForkServer(Spawner):
                 self._has_served, self._preloaded = True, self.preload
                 os.write(tell, b"!")
         finally:
-            os.close(told)
+            os.close(gate)
             os.close(tell)
         return reply, came_along
 

@@ -54,7 +54,7 @@ def serve(launcher: Link, launcher_pid: int) -> None:
         with contextlib.suppress(OSError):  # fork may fail
             if (between := os.fork()) == 0:
                 die_with_parent(server)
-                _fork_until_told(launcher, launcher_pid)
+                _serve_forks(launcher, launcher_pid)
             os.waitpid(between, 0)
         launcher.send(LeftMessage())
 
@@ -70,7 +70,7 @@ def _without_search() -> Iterator[None]:
         gc.enable()
 
 
-def _fork_until_told(launcher: Link, launcher_pid: int) -> NoReturn:
+def _serve_forks(launcher: Link, launcher_pid: int) -> NoReturn:
     """Runs the intermediate process: forks on request, then exits, which makes its children the launcher's."""
     own = os.pidfd_open(os.getpid())
     try:
@@ -103,15 +103,15 @@ def _become(request: ForkMessage, fds: Sequence[int], launcher: Link, launcher_p
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is any other thread
         os.setsid()
         launcher.close()
-        told, log, *own = fds
+        gate, log, *own = fds
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         sys.stdout, sys.stderr = log_stream(1), log_stream(2)
         name_process(request.name)
-        if not os.read(told, 1):
+        if not os.read(gate, 1):
             os._exit(code)
-        os.close(told)
+        os.close(gate)
         select.select([parent], [], [])  # now the launcher is the parent
         os.close(parent)
         die_with_parent(launcher_pid)

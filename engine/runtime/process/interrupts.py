@@ -152,7 +152,7 @@ class Interrupts:
             raise RunInterruptedError(first)
 
     def let_wait(self) -> None:
-        """Breaks nothing off any more: signals wait for `take`, as they may be notices, and the run goes on."""
+        """Breaks nothing off any more: signals wait for `take`, as they may be notices, and the run continues."""
         self.limit_s = self.patience_s = _MOST_TO_LEAVE_S
         self.again_s, self.again_breaks = _LONG_AGAIN_S, False
 

@@ -143,7 +143,7 @@ class Spawner(Protocol):
         """Lets the workers of other hosts go on without this one."""
         return
 
-    def news_of_network(self) -> Sequence[NetworkRecord]:
+    def network_records(self) -> Sequence[NetworkRecord]:
         """Returns the records of round trips to other hosts that have changed."""
         return ()
 

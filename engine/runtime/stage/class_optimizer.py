@@ -205,7 +205,7 @@ class ClassOptimizer:
             raise self._refused(name, f"its state has the key {key!r:.100}; a key is a text without / and :")
         if isinstance(value, Tensor):
             if value.layout != torch.strided or value.is_nested:
-                raise self._refused(name, f"its state {key!r} is no dense tensor")
+                raise self._refused(name, f"its state {key!r} is not a dense tensor")
             return {key: value.detach() if value.requires_grad else value}
         kind = type(value).__name__
         if kind not in _TYPES or type(value) is not _TYPES[kind][0]:

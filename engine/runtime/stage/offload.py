@@ -90,7 +90,7 @@ class _Storages:
     away: list[Tensor] = field(default_factory=list)
 
 
-class _Moved:
+class _OffloadedResidual:
     """A residual without its tensors; `step` by step: leaves, has left, comes back, is here."""
 
     def __init__(self, residual: Residual, staying: Collection[int], device: Device):
@@ -194,7 +194,7 @@ class ResidualOffloads:
         self._replicas, self._values = replicas, values
         self._out, self._into = _Direction(replicas.device), _Direction(replicas.device)
         self._leaving: deque[Stash] = deque()
-        self._moved: dict[Stash, _Moved] = {}
+        self._moved: dict[Stash, _OffloadedResidual] = {}
         self._most = 0
 
     def enter(self, actions: Sequence[Action]) -> None:
@@ -222,7 +222,7 @@ class ResidualOffloads:
         stash, stage = self._at(action)
         residual = stage.residuals[action.microbatch]
         if residual.make is None:
-            moved = self._moved[stash] = _Moved(residual, self._staying(stage, residual), stage.device)
+            moved = self._moved[stash] = _OffloadedResidual(residual, self._staying(stage, residual), stage.device)
             stage.residuals[action.microbatch] = Residual([], residual.outputs, make=lambda: self._settled(stash))
             moved.leave(self._out)
             self._leaving.append(stash)

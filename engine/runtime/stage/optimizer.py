@@ -153,13 +153,13 @@ def _own(job: Job) -> LearningRate:
     args = {name: plain_argument(value) for name, value in job.lr_args.items()}
     if isinstance(named, type) and issubclass(named, lr_scheduler.LRScheduler):
         if issubclass(named, _NEVER):
-            hint = "name plateau for ReduceLROnPlateau; a class that takes other schedules is no function of the step"
+            hint = "name plateau for ReduceLROnPlateau; a class that takes other schedules needs more than the step"
             raise UserError([Problem("lr_schedule", "a schedule of the step alone", repr(job.lr_schedule), hint)])
         check_user_args("lr_args", partial(named, _Untrained(job.lr)), job.lr_args)
         return _StepResult(job, named, args)
     is_led = args.pop(MONITOR, None) is not None
-    told: Args = {"monitored": 0.0} if is_led else {}
-    check_user_args("lr_args", partial(named, 0), {name: job.lr_args[name] for name in args} | told)
+    extra: Args = {"monitored": 0.0} if is_led else {}
+    check_user_args("lr_args", partial(named, 0), {name: job.lr_args[name] for name in args} | extra)
 
     def rate(step: int, *monitored: float | None) -> float:
         with running(f"the schedule {job.lr_schedule}", named):

@@ -215,7 +215,7 @@ def _leaf(spec: Sequence[Any], stage: Stage) -> Tensor:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise InvariantError(f"{name!r} is no dtype")
+        raise InvariantError(f"{name!r} is not a dtype")
     return dtype
 
 

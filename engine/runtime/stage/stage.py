@@ -140,7 +140,7 @@ def began_in(residual: Residual, inputs: Tensors, first: int) -> str:
         for segment in group if isinstance(group, list) else ():  # a checkpoint has inputs only
             if not _are_finite(segment.outputs):
                 return f"in {segment.place}"
-    return "in the loss" if _are_finite(residual.outputs) else f"in layer {first} or one behind it"
+    return "in the loss" if _are_finite(residual.outputs) else f"in layer {first} or a later one"
 
 
 def _are_finite(tensors: Tensors) -> bool:

@@ -69,10 +69,10 @@ class TensorCensus:
         if not self._counts:
             return
         self._state = {}
-        told = self.count(), self._most
-        if told != self._told:
-            self._told = told
-            boundary, peak = (tuple((*slot, *of) for slot, of in sorted(each.items())) for each in told)
+        counts = self.count(), self._most
+        if counts != self._told:
+            self._told = counts
+            boundary, peak = (tuple((*slot, *of) for slot, of in sorted(each.items())) for each in counts)
             self._write(TensorsRecord(step=step, boundary=boundary, peak=peak))
         self._left, self._most, self._total = self._left - 1, {}, 0
 

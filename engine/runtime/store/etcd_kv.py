@@ -251,7 +251,7 @@ class EtcdCalls:
                 role = f"a role that may read and write the keys under {self._root or '/bamboo/'}"
                 details += f"; user {self._settings.user!r} needs {role}"
             if "user name is empty" in details:
-                details += f"; this etcd wants a user: set {USER}, and {PASSWORD_FILE}"
+                details += f"; this etcd requires a user: set {USER}, and {PASSWORD_FILE}"
             raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}") from None
 
     def _connect(self, endpoint: Endpoint | SocketEndpoint) -> _Connection:

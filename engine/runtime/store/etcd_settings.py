@@ -93,7 +93,7 @@ class SocketEndpoint:
             if fd >= 0:
                 os.close(fd)
             reason = str(error.strerror).lower()
-            raise CoordinatorUnavailableError(f"no etcd is asked at {self}: {reason}") from error
+            raise CoordinatorUnavailableError(f"etcd was not contacted at {self}: {reason}") from error
         return fd
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def _unpaired(values: Mapping[str, str]) -> list[Problem]:
         (CERT_FILE, CA_FILE, CA_FILE),
     )
     return [
-        Problem(variable, f"{name} beside it", "nothing")
+        Problem(variable, f"{name} with it", "nothing")
         for variable, other, name in needs
         if values[variable] and not values[other]
     ]

@@ -324,7 +324,7 @@ class DirectTransport(GroupEnd):
 
     def take_in(self, arrived: Arrived) -> None:
         """Accepts a message whose receive was posted."""
-        posted: _Posted = arrived.receive
+        posted: _PostedReceive = arrived.receive
         if arrived.room is posted.room:
             self.arrives(arrived.source, posted.key, posted.tensors)
         else:
@@ -333,7 +333,7 @@ class DirectTransport(GroupEnd):
     def take_in_late(self, source: int, key: ProgramKey | AsideKey, border: Border, room: memoryview) -> None:
         """Accepts a message that is in memory of its own."""
         is_open = any(spec.is_open for spec in border)
-        border = told_by(room, border) if is_open else border
+        border = border_in(room, border) if is_open else border
         if len(room) == size_of(border):
             self.arrives(source, key, viewed(room, border)[is_open:])  # without the sizes
         else:
@@ -353,7 +353,7 @@ class DirectTransport(GroupEnd):
         self.abandon()
 
 
-class _Posted(NamedTuple):
+class _PostedReceive(NamedTuple):
     """A receive, and the tensors that its message is read into."""
 
     key: ProgramKey | AsideKey
@@ -379,10 +379,10 @@ class _DirectChannel(EndChannel[AnyKey]):
             end.take_in_late(source, key, border, early)
             return
         if any(spec.is_open for spec in border):
-            end.links.post(source, number, _Posted(key, border, _UNKNOWN, ()), _UNKNOWN)
+            end.links.post(source, number, _PostedReceive(key, border, _UNKNOWN, ()), _UNKNOWN)
             return
         room = end.links.room_of(size_of(border))
-        end.links.post(source, number, _Posted(key, border, room, viewed(room, border)), room)
+        end.links.post(source, number, _PostedReceive(key, border, room, viewed(room, border)), room)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
         if super().has_arrived(source, key):
@@ -407,14 +407,14 @@ _BETWEEN_STAGES = (ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT, AsidePurp
 _UNKNOWN = memoryview(b"")  # the memory of a receive whose message tells its sizes
 
 
-def told_by(room: memoryview, border: Border) -> Border:
+def border_in(room: memoryview, border: Border) -> Border:
     """Returns the border of a message that begins with its sizes, which are its first tensor then.
 
     Sizes that no sender tells give a border of another length than the message.
     """
     sizes = TensorSpec((sum(len(spec.shape) for spec in border),), torch.int64, needs_grad=False)
-    told = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
-    shapes = (tuple(islice(told, len(spec.shape))) for spec in border)
+    numbers = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
+    shapes = (tuple(islice(numbers, len(spec.shape))) for spec in border)
     return (sizes, *(replace(spec, shape=shape) for spec, shape in zip(border, shapes, strict=True)))
 
 

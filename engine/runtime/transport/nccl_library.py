@@ -146,7 +146,7 @@ class NcclLibrary:
             if is_given_up():
                 raise RuntimeError("it was given up")
             if time.monotonic() > deadline_s:
-                raise RuntimeError("it did not come to its end in time")
+                raise RuntimeError("it did not finish in time")
             if time.monotonic() > sleeps_from_s:
                 time.sleep(_POLL_S)
 

@@ -20,7 +20,7 @@ from functools import partial
 from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import required
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
-from engine.core.messages import ArmMessage, InflictMessage, StrikeMessage, SufferedMessage
+from engine.core.messages import ArmMessage, FaultEffectMessage, InflictMessage, StrikeMessage
 from engine.files.checkpoint_disk import DiskTroubles
 from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.process.clock import now_ns
@@ -131,7 +131,7 @@ class Failpoints:
             parameters=message.parameters,
             stage=None if message.slot is None else replicas.stages.get(message.slot),
             control=self.control,
-            tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
+            tell=lambda how: self.control.send(FaultEffectMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
             links=self._links,
             device=replicas.device,
@@ -162,4 +162,4 @@ class Failpoints:
         if not slowdown.is_confirmed:
             slowdown.is_confirmed = True
             how = f"{action} took {(now_ns() - start_ns) / 1e6:.2f} ms instead of {took_ns / 1e6:.2f} ms"
-            self.control.send(SufferedMessage(slowdown.fault, how))
+            self.control.send(FaultEffectMessage(slowdown.fault, how))

@@ -67,8 +67,8 @@ class DataRetries:
                         error.add_note(f"tried {number} times in {spent_s:.1f} s")
                     raise
                 name = getattr(load, "__name__", "evaluation") + str(at)
-                told = printable(f"{type(error).__name__}: {error}")[:_MOST_OF_ERROR]
-                self.tell(DataRetryRecord(call=name, number=number, wait_ms=round(wait_s * 1e3, 1), error=told))
+                text = printable(f"{type(error).__name__}: {error}")[:_MOST_OF_ERROR]
+                self.tell(DataRetryRecord(call=name, number=number, wait_ms=round(wait_s * 1e3, 1), error=text))
                 time.sleep(wait_s)
         raise InvariantError("the tries have no end")
 

@@ -65,8 +65,8 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
         residuals = tuple((trial.index, *trial.residual) for trial in check.trials)
         gpu = "" if context.replicas.device.is_host else context.replicas.device.name
         layers = len(check.trials)
-        told = PureCheckRecord(ms=ms, layers=layers, unchecked=unchecked, flops=flops, residuals=residuals, gpu=gpu)
-        context.recorder.write(told)
+        record = PureCheckRecord(ms=ms, layers=layers, unchecked=unchecked, flops=flops, residuals=residuals, gpu=gpu)
+        context.recorder.write(record)
     displace(
         context.worker, context.replicas.device
     )  # a draw of the data in training shows, as each worker gets another number

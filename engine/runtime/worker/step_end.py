@@ -311,11 +311,11 @@ class StepEnd:
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from its log entry."""
         slot = (action.pipeline, action.stage)
-        told, lr = self.commit, self.commit.lr
+        commit, lr = self.commit, self.commit.lr
         if lr < 0:
-            figure = (told.monitored[0] if told.monitored else None,) if self._monitored else ()
+            figure = (commit.monitored[0] if commit.monitored else None,) if self._monitored else ()
             lr = self._rate_of(step, *figure)
-        take_step(self.replicas.stages[slot], self.logged[slot], lr, told.clip_factor)
+        take_step(self.replicas.stages[slot], self.logged[slot], lr, commit.clip_factor)
 
 
 def _by_stage(awaited: tuple[int, Use]) -> tuple[int, int, int, int]:

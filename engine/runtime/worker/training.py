@@ -144,22 +144,22 @@ class PlannerThread:
             program = peers_program(context.worker, program, ownership)
         return worker_program(context.worker, program, ownership, context.borders, has_tags=self._has_tags)
 
-    def prepare(self, told: PrepareMessage) -> None:
+    def prepare(self, message: PrepareMessage) -> None:
         """Begins to compute a plan of a coming epoch; any thread may call."""
-        self._thread.submit(self._prepare, told).add_done_callback(_log_error)
+        self._thread.submit(self._prepare, message).add_done_callback(_log_error)
 
     def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
         return self._host_lock.acquire_when(well_inside(self._context.control, step), self._hurry)
 
-    def _prepare(self, told: PrepareMessage) -> None:
+    def _prepare(self, message: PrepareMessage) -> None:
         context = self._context
-        with self._turn_in(told.plan.committed):  # the step whose commit begins the epoch
-            plan = plan_epoch(self._grid, self._context.job.schedule, told.plan)
+        with self._turn_in(message.plan.committed):  # the step whose commit begins the epoch
+            plan = plan_epoch(self._grid, self._context.job.schedule, message.plan)
             if plan.plan.lost_stages:
                 return
             self._prepared.append((plan, self.worker_program(plan)))
-            context.recorder.write(PreparedRecord(epoch=told.plan.epoch))
-            self._protocol.feed_aside(PlanPrepared(told.number, plan))
+            context.recorder.write(PreparedRecord(epoch=message.plan.epoch))
+            self._protocol.feed_aside(PlanPrepared(message.number, plan))
             kept = self._protocol.state.prepared
             self._prepared = [each for each in self._prepared if any(each[0] is other for other in kept)]
 
@@ -249,7 +249,7 @@ class Training:
         self._executor = Executor(context, step)
         self._memory = MemoryWatch(context.worker, context.replicas, context.borders, context.recorder.write)
         self._planner = PlannerThread(context, protocol, ownership.grid)
-        self._next_groups = NextGroups(context.backend, self._tell_of_next)
+        self._next_groups = NextGroups(context.backend, self._report_next_group)
         self._made_ready: WorkerProgram | None = None  # for the next `Enter`
         self._usual = partial(self._planner.usual_actions, ownership, "")
         self._audited: dict[Slot, tuple[int, list[Any]]] = {}  # the last step with hashes that were sent, and these
@@ -348,7 +348,7 @@ class Training:
         self._leave_group(outputs.LeaveGroup())
         self._group, self._forming = self._next_groups.enter(output.key), None
 
-    def _tell_of_next(self, key: tuple[int, int], failure: str) -> None:
+    def _report_next_group(self, key: tuple[int, int], failure: str) -> None:
         self._protocol.feed_aside(inputs.NextGroupFormed(inputs.GroupKey(*key), failure))
 
     @property
@@ -513,9 +513,9 @@ class Training:
         if not is_safe:
             raise StorageError("the open step has changed buffers, and without redundancy no copy of them is kept")
 
-    def keep_last_when_told(self, told: messages.StopMessage) -> None:
+    def keep_last_step(self, stop: messages.StopMessage) -> None:
         """Carries out the order to stop after an exception here, which has ended the main loop."""
-        work = self._protocol.feed(inputs.ProtocolMessage(told))
+        work = self._protocol.feed(inputs.ProtocolMessage(stop))
         self._carry_out(each for each in work if isinstance(each, outputs.KeepLast))
 
     def _join_copy(self) -> None:

@@ -5,7 +5,7 @@
                 (worker 0)   (owners in pipeline 0)
 
 The agent makes all decisions: job, partition, epochs, plans, commits and the end. The worker reports each of its errors
-to the agent, which decides how the run goes on.
+to the agent, which decides how the run continues.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def end_this_process(control: Control, device: str, why: str) -> None:
 
 def tell_end(control: Control, device: str, why: str) -> None:
     """Tells the cause, which the verdict on this worker has then, as trouble of its GPU: no user's code is in it."""
-    told = WorkerException(why, gpu=f"{GPU_ERROR}: {why}, on {device}")
-    control.send(RaisedMessage(now_ns(), control.at[0], told))
+    exception = WorkerException(why, gpu=f"{GPU_ERROR}: {why}, on {device}")
+    control.send(RaisedMessage(now_ns(), control.at[0], exception))
 
 
 def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) -> DirectBackend:
@@ -300,8 +300,8 @@ class WorkerRun(ControlHandler):
 
         The weights here are those of that step: they change only after a commit.
         """
-        if self._training is not None and (told := control.await_stop(_ANSWER_S)) is not None:
-            self._training.keep_last_when_told(told)
+        if self._training is not None and (stop := control.await_stop(_ANSWER_S)) is not None:
+            self._training.keep_last_step(stop)
 
     def _train(
         self,
