@@ -356,7 +356,7 @@ class Agent:
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
-            sights = sights_of(self.members.values(), self.board)
+            sights = sights_of(self.members.values(), self.board, self.node.state.members)
             self.decide(ClockTick(now_ns(), self.injector.places(), *sights, round_trip_ns))
         self.broadcast(PingMessage())
         self.newcomers.ping(now_ns())
