@@ -36,6 +36,7 @@ from engine.core.history.run_records import CommitRecord
 from engine.core.job.job import Job
 from engine.core.message_kinds import MAX_BYTES
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.program.ballot import SlotVote, VoteMessage, open_ballot
 from engine.core.program.build import baseline, build_program
 from engine.core.program.dependencies import peers_of, peers_program, routes_of
 from engine.core.program.inventory import Inventory, InventoryMessage, PlanMessage, ValueRuns, to_json
@@ -64,6 +65,7 @@ def scale_cases(quick: bool) -> Cases:
     return {
         "programs at a start": partial(_bench_programs, planned, 64 if quick else _MOST_MICROBATCHES, times),
         f"plan after one death, M={_MICROBATCHES}": partial(_bench_plan, planned, times),
+        "votes of a step": partial(_bench_votes, planned, times),
         f"messages of one death, M={_MICROBATCHES}": partial(_bench_messages, planned),
         f"pause after one death, M={_RUN_MICROBATCHES}": partial(_bench_pause, run, 1 if quick else 3),
         f"pause after one death, D x P, M={_RUN_MICROBATCHES}": partial(_bench_grids, grids, 1 if quick else 3),
@@ -204,6 +206,31 @@ def _bench_messages(sizes: Sequence[int], folder: Path) -> list[BenchRow]:
 
 def _whole_kb(document: PlanMessage) -> float:
     return len(document.members) * len(encode(document)) / 1e3
+
+
+def _bench_votes(sizes: Sequence[int], times: int, folder: Path) -> list[BenchRow]:
+    """Returns the rows of the time in which the votes of a step are counted; each worker has a replica of two slots."""
+    rows, taken = [], list[list[float]]()
+    for workers in sizes:
+        ownership = with_shadows(fresh(Grid(workers, 1)), "lazy", 1, range(workers))
+        votes = [
+            (worker, VoteMessage(1, 0, tuple(SlotVote(*slot, loss=0.0) for slot in ownership.held_by(worker))))
+            for worker in range(workers)
+        ]
+        taken.append(
+            [_votes_ms(ownership, votes) for _ in range(times + 1)][1:]
+        )  # what is looked up once is not counted
+        each_us = 1e3 * median(taken[-1]) / workers
+        rows.append(row(f"P={workers}", "votes ms; peer: of a worker us", median(taken[-1]), each_us, times))
+    return [*rows, *_growth_rows(f"P={sizes[0]} to {sizes[-1]}", "votes", sizes, taken, _GROWTH_GOAL)]
+
+
+def _votes_ms(ownership: Ownership, votes: Sequence[tuple[int, VoteMessage]]) -> float:
+    ballot, commit, begin = open_ballot(1, 0, ownership, 0.0), None, time.perf_counter()
+    for worker, vote in votes:
+        ballot, commit = ballot.add(worker, vote)
+    ensure(commit is not None, "the last vote commits")
+    return 1e3 * (time.perf_counter() - begin)
 
 
 # Real runs
