@@ -157,8 +157,8 @@ def watched_bamboo(folder: Path, look: Callable[[int, RunHistory], T | None], *f
                 while child.poll() is None and time.monotonic() < until_s:
                     time.sleep(_LOOK_S)
                     for events in Path(results).glob("*/events.jsonl"):
-                        if (found := look(child.pid, read_history(events, every_action=False))) is not None:
-                            return found
+                        if (figures := look(child.pid, read_history(events, every_action=False))) is not None:
+                            return figures
             finally:
                 child.terminate()
     raise WorkerFailedError(f"bamboo run {' '.join(flags)} ended, or did not come to what is measured")

@@ -53,6 +53,7 @@ _PROGRAM_GOAL_MS, _PROGRAM_GOAL_MIB = 5000.0, 256.0  # of one worker's part of t
 _PLAN_GOALS_MS = {64: 10.0, 256: 30.0, 1024: 100.0}  # by number of workers
 _PAUSE_GOALS_MS = {8: 30.0, 16: 60.0, 48: 200.0}
 _GROWTH_GOAL, _SHARE_GROWTH_GOAL = 1.1, 0.3
+_LEAST = 0.01  # percent of a core: a short look may see no tick
 _WAITING_GOAL = 2.0  # percent of a core per 100 waiting workers
 _WIDTH = 256
 
@@ -240,9 +241,9 @@ def _bench_pause(sizes: Sequence[int], times: int, folder: Path) -> list[BenchRo
     rows = [each for case, figures in kills.items() for each in _pause_rows(case, figures, goals.get(case))]
     case = f"timed P={sizes[0]} to {sizes[-1]}, M={_RUN_MICROBATCHES}"
     columns: dict[str, Callable[[KillFigures], float]] = {
-        "pause less replay": lambda each: each.pause_ms - each.phases_ms["replay"],
-        "CPU of the pause less replay": lambda each: max(1.0, sum(each.cpu_ms.values()) - each.cpu_ms["replay"]),
-        "peak memory of all": lambda each: sum(each.peaks_mib),
+        "pause less replay": lambda kill: kill.pause_ms - kill.phases_ms["replay"],
+        "CPU of the pause less replay": lambda kill: max(1.0, sum(kill.cpu_ms.values()) - kill.cpu_ms["replay"]),
+        "peak memory of all": lambda kill: sum(kill.peaks_mib),
     }
     for name, figure in columns.items():
         rows += _growth_rows(case, name, sizes, [[*map(figure, figures)] for figures in kills.values()], None)
@@ -306,7 +307,7 @@ def _busy_parts(members: int, waiting: int, seconds: float, folder: Path) -> tup
         time.sleep(seconds)
         after = _cpu_s([launcher]), _cpu_s(pids)
         first, second = (100 * (late - early) / seconds for early, late in zip(before, after, strict=True))
-        return first, second
+        return max(first, _LEAST), second
 
     return watched_bamboo(folder, look, *timed_flags(job))
 

@@ -118,9 +118,8 @@ class Ballot(NamedTuple):
         if vote.epoch != self.epoch:
             return self, None
         ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
-        for each in vote.slots:
-            is_replica = worker in self.ownership.replicas(each.pipeline, each.stage)
-            ensure(is_replica, f"worker {worker} has no replica of {(each.pipeline, each.stage)}")
+        for place in ((each.pipeline, each.stage) for each in vote.slots):
+            ensure(worker in self.ownership.replicas(*place), f"worker {worker} has no replica of {place}")
         most = self.most_missing - len(vote.slots)
         new = self._replace(most_missing=most, cast=(self.cast, worker, vote.slots))
         if most > 0:
