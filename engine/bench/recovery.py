@@ -10,11 +10,16 @@ action after the others had been notified.
 from __future__ import annotations
 
 import json
+import math
+import os
 import tempfile
+import threading
+import time
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,14 +28,15 @@ from engine.bench.figures import BenchRow, Cases, at_most, in_turns, paired_row,
 from engine.bench.runs import job_fields, run_bamboo, seconds_between_commits, timed_flags
 from engine.core.action import Op, parse_action
 from engine.core.checks.recoveries import PHASES, Recovery, recoveries
-from engine.core.errors import WorkerFailedError, required
+from engine.core.errors import WorkerFailedError, ensure, required
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.history.run_records import ActionRecord, CommitRecord, FinishedRecord
 from engine.core.job.job import Job
 from engine.files.atomic_write import write_atomically
 
 _POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
 STEP = 6  # in which the victim dies
+_LOOK_S = 0.01
 _PAUSE_GOALS = {"median": (0.5, 30.0), "p99": (0.99, 60.0)}  # name -> part of all, ms beyond 1.1 x floor
 _KNOWN_GOAL_MS = 40.0
 _WIDTH = 256
@@ -63,6 +69,8 @@ class KillFigures:
     running_ms: float  # from then until the last survivor had stopped
     phases_ms: Mapping[str, float]
     iteration_ms: float  # a usual one before the kill
+    cpu_ms: Mapping[str, float]  # of all cores of this machine, by phase
+    peaks_mib: tuple[float, ...]  # of the survivors
 
 
 def kill_cases() -> list[KillCase]:
@@ -101,7 +109,8 @@ def killed(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) 
         file = Path(name) / "job.yaml"
         write_atomically(file, json.dumps(job_fields(case.job) | dict(mode)))
         kill = f"{STEP}:{case.stage}:B:{num_back - 1}:after"
-        history = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").history
+        with BusyTime() as busy:
+            history = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").history
     recovery = only(recoveries(history.records))
     times_ms = {op: _usual_ms(history, case.stage, op) for op in (Op.F, Op.B)}
     redo = redo_of(history.of(ActionRecord), STEP, case.stage, recovery.points_ns["fence"], mode.get("log_every", 0))
@@ -114,7 +123,50 @@ def killed(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) 
     phases_ms = {phase: duration_ns / 1e6 for phase, duration_ns in recovery.phases_ns.items()}
     commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
-    return KillFigures(pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
+    ends_ns = accumulate((recovery.phases_ns.get(phase, 0) for phase in PHASES), initial=recovery.begin_ns)
+    cpu_ms = {phase: busy.ms(*span) for phase, span in zip(PHASES, pairwise(ends_ns), strict=True)}
+    peaks_mib = tuple(each.peak_memory_kib / 1024 for each in history.of(FinishedRecord))
+    own_ms = floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms, cpu_ms, peaks_mib
+    return KillFigures(pause_ns / 1e6, *own_ms)
+
+
+class BusyTime:
+    """The time in which the cores of this machine were busy while a block runs, by a thread that reads it."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[int, float]] = []  # monotonic ns, busy ms of all cores
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="busy time", daemon=True)
+
+    def __enter__(self) -> BusyTime:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            self._samples.append((time.monotonic_ns(), busy_ms(Path("/proc/stat").read_text())))
+
+    def ms(self, begin_ns: int, end_ns: int) -> float:
+        """Returns the busy milliseconds of all cores between two times of the block."""
+        return _at(self._samples, end_ns) - _at(self._samples, begin_ns)
+
+
+def busy_ms(stat: str) -> float:
+    """Returns the milliseconds in which the cores were busy since the start of the machine, by `/proc/stat`."""
+    user, nice, system, _, _, irq, softirq = map(int, stat.split(maxsplit=8)[1:8])
+    return (user + nice + system + irq + softirq) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
+def _at(samples: Sequence[tuple[int, float]], at_ns: int) -> float:
+    """Returns the value at a time, on the straight line between the samples beside it."""
+    place = bisect(samples, (at_ns, math.inf))
+    ensure(0 < place < len(samples), "the samples begin before a recovery, and end after it")
+    (before_ns, before), (after_ns, after) = samples[place - 1], samples[place]
+    return before + (after - before) * (at_ns - before_ns) / (after_ns - before_ns)
 
 
 def only(runs: Sequence[Recovery]) -> Recovery:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.bench import transformers_peer
 from engine.bench.figures import BenchRow, Cases, in_turns, overhead_rows, paired_row
@@ -41,6 +41,9 @@ _AUDIT_CASE = "gpt, --audit 1 beside --audit 0"
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 120.0
 _GRACE_S = 10.0
+_LOOK_S = 1.0
+
+T = TypeVar("T")
 
 
 def launch_cases(quick: bool) -> Cases:
@@ -139,6 +142,28 @@ def run_bamboo(folder: Path, *flags: str, **variables: str) -> BenchRun:
         return BenchRun(run.started_ns, run.stdout, _history_of(json.loads(run.stdout)["run_dir"]))
 
 
+def watched_bamboo(folder: Path, look: Callable[[int, RunHistory], T | None], *flags: str) -> T:
+    """Starts `bamboo run` with `flags`, and ends it as soon as `look` returns something, given its pid and its history.
+
+    Raises WorkerFailedError if the run ends before, or after two minutes.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as results:
+        command = [sys.executable, "-m", "bamboo_cli", "run", "--json", "--results", results, *flags]
+        with subprocess.Popen(
+            command, cwd=folder, env=_environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as child:
+            try:
+                until_s = time.monotonic() + _TIMEOUT_S
+                while child.poll() is None and time.monotonic() < until_s:
+                    time.sleep(_LOOK_S)
+                    for events in Path(results).glob("*/events.jsonl"):
+                        if (figures := look(child.pid, read_history(events, every_action=False))) is not None:
+                            return figures
+            finally:
+                child.terminate()
+    raise WorkerFailedError(f"bamboo run {' '.join(flags)} ended, or did not come to what is measured")
+
+
 def run_with_fault(folder: Path, job: Mapping[str, Any], fault: Mapping[str, Any]) -> RunHistory:
     """Returns the history of a run of these fields of a job with a fault.
 
@@ -167,8 +192,7 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun
 
     Raises WorkerFailedError with its stderr if the process failed.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
-    environment |= {"PYTHONPATH": subprocesses.python_path(), "XDG_CONFIG_HOME": str(folder), **variables}
+    environment = _environment(folder) | variables
     command = [sys.executable, *arguments]
     started_ns = time.monotonic_ns()
     with subprocess.Popen(
@@ -184,6 +208,11 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun
     if child.returncode != 0:
         raise WorkerFailedError(f"{' '.join(arguments[:3])} exited with code {child.returncode}:\n{stderr}")
     return BenchRun(started_ns, stdout, RunHistory())
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
+    return environment | {"PYTHONPATH": subprocesses.python_path(), "XDG_CONFIG_HOME": str(folder)}
 
 
 def flags(job: Job) -> list[str]:

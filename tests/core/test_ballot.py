@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -144,7 +145,23 @@ def test_a_vote_without_a_replica_is_a_bug() -> None:
 
 def test_a_slot_that_votes_twice_is_one_slot() -> None:
     first, *rest = votes(1)
-    assert commit_of(ballot_of(1), [first, first, *rest]).step == 0
+    assert commit_of(ballot_of(1), [first, first, first, *rest]).step == 0
+
+
+def test_the_ballots_of_a_step_take_memory_for_each_vote_once() -> None:
+    def bytes_of(stages: int) -> int:
+        """Returns the bytes of all ballots of a step."""
+        ballots, cast = [ballot_of(1, stages)], [(stage, message(SlotVote(0, stage))) for stage in range(stages - 1)]
+        cast_all(ballots[0], cast)  # what is looked up once is not counted
+        tracemalloc.start()
+        try:
+            for each in cast:
+                ballots.append(ballots[-1].add(*each)[0])
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert bytes_of(256) < 5 * bytes_of(64)
 
 
 @pytest.mark.parametrize("step", [0, 2])

@@ -59,11 +59,13 @@ def test_the_signs_of_a_host_are_one_decision_of_a_tick_and_no_message_each(monk
             place = (1, 0, 4, 1, S // 5, 0, 0)
             each.child.sees(WorkerSign(each.worker, heartbeat, (0, 0, ""), place, ("S", 1, 1), 0, S // 10))
         clock_ns += S // 2  # the next signs are late: nothing grows
-        sights, unseen, words = sights_of(members, board)
+        sights, unseen, words = sights_of(members, board, range(3))
         assert words == dict.fromkeys(range(3), HostWord(S // 10, beat))
         assert {each.inside_ns for each in sights.values()} == {S // 5}
         assert unseen == ()
-        assert sights_of(members, board)[2] == dict.fromkeys(range(3), HostWord(S // 10)), "a heartbeat is told once"
+        assert sights_of(members, board, range(3))[2] == dict.fromkeys(range(3), HostWord(S // 10)), (
+            "a heartbeat is told once"
+        )
         assert mailbox.take() == [], "a message would be a decision for each"
     finally:
         board.close()

@@ -15,7 +15,7 @@ from engine.codec.documents import documents
 from engine.codec.documents import resume as resumed
 from engine.codec.records import decoded
 from engine.core.history.run_records import CommitRecord
-from engine.core.program.ballot import Ballot, open_ballot
+from engine.core.program.ballot import Ballot, VoteMessage, open_ballot
 from engine.core.protocol import membership as protocol
 from engine.core.protocol import orders, transitions
 from engine.core.protocol.coordinator_state import CoordinatorState
@@ -124,8 +124,10 @@ def the_heir_keeps_the_ballot(patch: Patch) -> None:
         new = open_ballot(epoch, step, *words)
         if not kept or kept[0].step != step:
             return new
-        votes = {voter: vote for voter, vote in kept[0].votes.items() if voter in new.missing}
-        return new._replace(votes=votes, missing=new.missing.difference(votes))
+        for (worker, slot), vote in kept[0].votes.items():
+            if worker in new.ownership.replicas(*slot):
+                new, _ = new.add(worker, VoteMessage(epoch, step, (vote,)))
+        return new
 
     patch.setattr(HostWorld, "lose", loses)
     patch.setattr(orders, "open_ballot", opens)

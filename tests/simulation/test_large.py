@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.core.message_kinds import MAX_BYTES
 from engine.core.ownership import Ownership
 from engine.core.protocol.state import Phase
 from tests.simulation.beginning import begun
@@ -19,6 +20,14 @@ class BesideWorld(LargeWorld):
     def placed(self, ownership: Ownership, case: Case) -> Ownership:
         """Returns the ownership as it is."""
         return ownership
+
+
+class OneHost(LargeWorld):
+    """The same on one host."""
+
+    def node_of(self, number: int) -> str:
+        """Returns its name."""
+        return "host"
 
 
 def test_deaths_and_lost_hosts_keep_every_promise() -> None:
@@ -59,3 +68,27 @@ def test_figures_are_for_each_kind_of_failure() -> None:
     first, second, last = figures(WORKERS, 12)
     assert first.startswith("    32 workers, death: ") and second.startswith("    32 workers, loss of a host: ")
     assert "s for a case; most bytes: PlanPartMessage" in last and "a real one at most 160,000" in last
+
+
+def test_a_hundred_waiting_workers_make_no_message_long_and_hear_nothing_of_a_failure() -> None:
+    def failed(waiting: int) -> OneHost:
+        """Returns the world of eight members, of which one dies, and of waiting workers, of which one takes over."""
+        case = Case(stages=8, microbatches=2, steps=2, waiting=waiting, faults=(Fault(3, "moment", 9),))
+        world = begun(case, OneHost)
+        history = history_of(world)
+        assert (history.problem, history.phase, history.epoch) == ("", Phase.FINISHED, 2)
+        return world
+
+    few, many = failed(1), failed(100)
+    assert many.membership.waiting and many.counts["PlanMessage"] == 1
+    assert many.largest == few.largest < MAX_BYTES / 50
+    at_start_and_end = {"WelcomeMessage", "PartitionMessage", "BordersMessage", "WaitingMessage", "ByeMessage"}
+    more = many.counts - few.counts
+    assert set(more) <= at_start_and_end and max(more.values()) <= 100
+
+
+def test_a_hundred_workers_that_join_at_once_make_no_message_too_long() -> None:
+    world, history = ran(Case(stages=8, microbatches=2, steps=4, waiting=100, joining=100))
+    assert (history.problem, history.phase) == ("", Phase.FINISHED)
+    assert len(world.membership.members) == 108
+    assert world.largest < MAX_BYTES / 4

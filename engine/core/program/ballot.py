@@ -11,10 +11,10 @@ result does not depend on the order of the votes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.errors import ensure, required
 from engine.core.message_kinds import ToAgent, message
@@ -59,6 +59,18 @@ NO_NORM = -1.0  # stands for a norm that is not finite, which JSON has not
 SKIP = 0.0  # a clip factor: the step is skipped; no finite norm has it
 Voter = tuple[int, Slot]  # worker and slot
 
+# Votes of workers, of which one is added at a fixed cost: those before, a worker, its votes.
+VoteChain = tuple[Any, int, tuple[SlotVote, ...]] | None
+
+
+def in_order(chain: VoteChain) -> Iterator[tuple[int, tuple[SlotVote, ...]]]:
+    """Returns each worker with the votes of a message, in the order in which they came."""
+    votes = []
+    while chain is not None:
+        chain, worker, slots = chain
+        votes.append((worker, slots))
+    return reversed(votes)
+
 
 class Commit(NamedTuple):
     """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`.
@@ -85,8 +97,18 @@ class Ballot(NamedTuple):
     step: int
     ownership: Ownership
     clip_norm: float
-    missing: frozenset[Voter]
-    votes: Mapping[Voter, SlotVote]
+    most_missing: int  # voters; fewer if votes came twice
+    cast: VoteChain = None
+
+    @property
+    def votes(self) -> dict[Voter, SlotVote]:
+        """The votes so far, of those that came twice the last."""
+        return {(worker, (each.pipeline, each.stage)): each for worker, slots in in_order(self.cast) for each in slots}
+
+    @property
+    def missing(self) -> frozenset[Voter]:
+        """The replicas that have not voted."""
+        return _voters(self.ownership).difference(self.votes)
 
     def add(self, worker: int, vote: VoteMessage) -> tuple[Ballot, Commit | None]:
         """Returns the ballot with a worker's votes, and the commit if no other one is missing.
@@ -96,11 +118,14 @@ class Ballot(NamedTuple):
         if vote.epoch != self.epoch:
             return self, None
         ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
-        cast = {(worker, (each.pipeline, each.stage)): each for each in vote.slots}
-        for _, slot in cast:
-            ensure(worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}")
-        new = self._replace(votes={**self.votes, **cast}, missing=self.missing.difference(cast))
-        return new, None if new.missing else _commit(new)
+        for place in ((each.pipeline, each.stage) for each in vote.slots):
+            ensure(worker in self.ownership.replicas(*place), f"worker {worker} has no replica of {place}")
+        most = self.most_missing - len(vote.slots)
+        new = self._replace(most_missing=most, cast=(self.cast, worker, vote.slots))
+        if most > 0:
+            return new, None
+        missing = len(new.missing)
+        return new._replace(most_missing=missing), None if missing else _commit(new)
 
 
 def layer_norms(ballot: Ballot) -> tuple[tuple[int, float], ...]:
@@ -116,7 +141,7 @@ def layer_norms(ballot: Ballot) -> tuple[tuple[int, float], ...]:
 
 def open_ballot(epoch: int, step: int, ownership: Ownership, clip_norm: float) -> Ballot:
     """Returns the ballot for a step, without a vote."""
-    return Ballot(epoch, step, ownership, clip_norm, _voters(ownership), {})
+    return Ballot(epoch, step, ownership, clip_norm, len(_voters(ownership)))
 
 
 @lru_cache(maxsize=256)
@@ -125,11 +150,11 @@ def _voters(ownership: Ownership) -> frozenset[Voter]:
 
 
 def _commit(ballot: Ballot) -> Commit:
-    ownership = ballot.ownership
+    ownership, votes = ballot.ownership, ballot.votes
     grid = ownership.grid
 
     def of_owner(pipeline: int, stage: int) -> SlotVote:
-        return ballot.votes[ownership.owner(pipeline, stage), (pipeline, stage)]
+        return votes[ownership.owner(pipeline, stage), (pipeline, stage)]
 
     total = 0.0
     for pipeline in range(grid.pipelines):

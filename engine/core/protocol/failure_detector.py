@@ -33,6 +33,13 @@ def alive(state: State, worker: int, now_ns: int) -> State:
 
 def heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> State:
     """Returns the state after a heartbeat; a late one only proves that the worker is alive."""
+    seen, moves = _heard(state, now_ns, worker, beat)
+    moved_ns = now_ns if moves else state.moved_ns
+    return state._replace(moved_ns=moved_ns, sightings={**state.sightings, worker: seen})
+
+
+def _heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> tuple[Sighting, bool]:
+    """Returns the sighting of a worker with a heartbeat, and whether that is progress of the job."""
     quiet_ns = min(beat.quiet_ns, now_ns - state.watched_ns)
     report = Report(beat.epoch, quiet_ns, tuple(Counts(*each) for each in beat.counts)) if beat.counts else None
     was = state.sightings.get(worker) or Sighting(now_ns, now_ns)
@@ -44,30 +51,29 @@ def heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> Sta
         before_ns = was.slowest_before_ns if same_step else slowest_ns
         slowest = slowest_ns if same_step else 0, before_ns
         seen = Sighting(now_ns, now_ns, at, *slowest, was.evidence, report, beat.device)
-    moves = worker not in state.done and (at > was.at or seen.is_inside)
-    moved_ns = now_ns if moves else state.moved_ns
-    return state._replace(moved_ns=moved_ns, sightings={**state.sightings, worker: seen})
+    return seen, worker not in state.done and (at > was.at or seen.is_inside)
 
 
 def told(state: State, words: Mapping[int, HostWord], now_ns: int) -> State:
     """Returns the state after what other hosts tell of their workers, all at once; a slow way here is no silence."""
+    sightings, moved_ns, known = dict(state.sightings), state.moved_ns, {*state.members, *state.waiting}
     for worker, word in words.items():
-        if worker not in state.members and worker not in state.waiting:
+        if worker not in known:
             continue
         if word.heartbeat is not None:
-            state = heard(state, now_ns, worker, word.heartbeat)
-        if (seen := state.sightings.get(worker)) is not None:
-            spoke = seen._replace(heard_ns=max(now_ns - word.age_ns, state.watched_ns))
-            state = state._replace(sightings={**state.sightings, worker: spoke})
-    return state
+            sightings[worker], moves = _heard(state, now_ns, worker, word.heartbeat)
+            moved_ns = now_ns if moves else moved_ns
+        if (seen := sightings.get(worker)) is not None:
+            sightings[worker] = seen._replace(heard_ns=max(now_ns - word.age_ns, state.watched_ns))
+    return state._replace(moved_ns=moved_ns, sightings=sightings) if words else state
 
 
 def sighted(state: State, sights: Mapping[int, Sight], now_ns: int) -> State:
     """Returns the state after looks at processes of workers, which are no signs of life."""
-    sightings, moved_ns = dict(state.sightings), state.moved_ns
+    sightings, moved_ns, members = dict(state.sightings), state.moved_ns, {*state.members}
     for worker, sight in sights.items():
         was = sightings.get(worker)
-        if was is None or worker not in state.members:
+        if was is None or worker not in members:
             continue
         at = (sight.epoch, sight.step, sight.number, not sight.inside)
         seen = was._replace(evidence=after(was.evidence, sight, now_ns))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, owned_bytes, replica_bytes
 from engine.core.ownership import Ownership
-from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.ballot import SlotVote, VoteChain, VoteMessage, in_order
 from engine.core.protocol.assignment import BYTES_PER_S, PAUSE_S, MeasuredFacts
 
 # Slow workers: the pace of each worker against its own past, and the decision which of them are slow.
@@ -232,7 +232,7 @@ class WorkerTimes(NamedTuple):
     """The times of the last steps. Mappings are never modified."""
 
     at: tuple[int, int] = (0, -1)  # the epoch and the open step
-    told: Mapping[int, tuple[SlotVote, ...]] = {}  # the votes of owners in them, by worker
+    told: VoteChain = None  # the votes of owners in them
     counted: int = 0  # steps
     stages: Mapping[int, tuple[Times, ...]] = {}  # of the last steps on workers that were not slow
     sizes: Mapping[int, StageBytes] = {}
@@ -250,12 +250,11 @@ def heard(times: WorkerTimes, worker: int, vote: VoteMessage) -> tuple[WorkerTim
     if vote.step == times.at[1] + 1:
         times, changes = _closed(times)
     if (vote.epoch, vote.step) != times.at:  # after a failure all workers vote again
-        times = times._replace(at=(vote.epoch, vote.step), told={})
+        times = times._replace(at=(vote.epoch, vote.step), told=None)
     slots = tuple(each for each in vote.slots if each.took_ns)
     sizes = {each.stage: StageBytes(*each.sizes) for each in slots if each.sizes}
-    told = {**times.told, worker: (*times.told.get(worker, ()), *slots)}
-    costs = after_vote(times.costs, vote)
-    return times._replace(told=told, sizes={**times.sizes, **sizes} if sizes else times.sizes, costs=costs), changes
+    times = times._replace(told=(times.told, worker, slots), costs=after_vote(times.costs, vote))
+    return times._replace(sizes={**times.sizes, **sizes}) if sizes else times, changes
 
 
 def usual(times: WorkerTimes, stage: int) -> Times | None:
@@ -313,7 +312,10 @@ def facts(
 
 def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
     """Returns the times after the open step."""
-    whole = {worker: votes for worker, votes in times.told.items() if votes and all(any(e.took_ns) for e in votes)}
+    told: dict[int, tuple[SlotVote, ...]] = {}
+    for worker, votes in in_order(times.told):
+        told[worker] = (*told.get(worker, ()), *votes)
+    whole = {worker: votes for worker, votes in told.items() if votes and all(any(e.took_ns) for e in votes)}
     if not whole:
         return times, ()
     if times.counted == 0:

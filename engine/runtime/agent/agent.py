@@ -270,12 +270,14 @@ class Agent:
             owners, members = self.node.coordination.owners, self.node.state.members
             outputs = self.node.handle(given)
             self._take_monitors()
-            if self.node.coordination.owners != owners:
+            if (new := self.node.coordination.owners) is not owners and new != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
             for output in inputs_outputs.recorded_first(outputs) if self.own_host else outputs:
                 self.carry_out(output)
-            if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
+            known = self.node.state
+            is_other = known.members is not members and known.phase is Phase.FAILING_OVER
+            if is_other and not set(members).issuperset(known.members):
                 self._tasks.ask(self, takes_in=True)
         return outputs
 
@@ -354,7 +356,7 @@ class Agent:
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
-            sights = sights_of(self.members.values(), self.board)
+            sights = sights_of(self.members.values(), self.board, self.node.state.members)
             self.decide(ClockTick(now_ns(), self.injector.places(), *sights, round_trip_ns))
         self.broadcast(PingMessage())
         self.newcomers.ping(now_ns())

@@ -75,7 +75,7 @@ def _free_bytes() -> int | None:
         return next((1024 * int(line.split()[1]) for line in facts if line.startswith("MemAvailable:")), None)
 
 
-PING_EVERY_NS = 2_000_000_000
+PING_EVERY_NS = 3_000_000_000
 
 
 class Newcomers:

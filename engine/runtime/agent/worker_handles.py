@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -128,10 +128,14 @@ def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:
         member.slots = ownership.slots_of(member.worker)
 
 
-def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> Looks:
-    """Returns the sights of workers that have not ended, those from whose hosts nothing comes, the words of hosts."""
+def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None, judged: Collection[int]) -> Looks:
+    """Returns the sights of workers that have not ended, those from whose hosts nothing comes, the words of hosts.
+
+    Only the `judged` ones are looked at: a look takes two files of the kernel, and there may be many waiting workers.
+    """
     living = [each for each in members if each.exit_code is None]
-    seen = {each.worker: each.child.sight(each.worker, board) for each in living} if board else {}
+    looked_at = {*judged}
+    seen = {each.worker: each.child.sight(each.worker, board) for each in living if each.worker in looked_at and board}
     sights = {worker: sight for worker, sight in seen.items() if sight is not None}
     by_worker = {each.worker: each.child.word() for each in living}
     words = {worker: HostWord(*word) for worker, word in by_worker.items() if word is not None}
