@@ -22,7 +22,16 @@ from engine.files.events_file import read_history
 from engine.harness.testbed import BedEtcd, HostBed
 from tests.e2e.launcher import ROOT
 
-_JOB = "model: mlp\nstages: 3\nmicrobatches: 2\nsteps: 1000000\naudit: 0\nvalidate_every: 0\ncheckpoint_every: 0\n"
+_JOB = """
+model: timed
+model_args: {forward_ms: 50}  # the hosts share a machine, and busy ones would look like a slow network
+stages: 3
+microbatches: 2
+steps: 1000000
+audit: 0
+validate_every: 0
+checkpoint_every: 0
+"""
 _BEGIN_S, _LOST_S, _LOOK_S = 120.0, 30.0, 0.5
 
 
