@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-residuals soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -80,6 +80,10 @@ soak-churn: $(TEST_STAMP)
 # Hand-overs inside steps, each held against the check of samples: some seven minutes on one core.
 soak-inside: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --inside 20000 --first $(FIRST)
+
+# Notices inside a step of six kinds of models, in real processes, with residuals sent: some ten minutes on two cores.
+soak-residuals: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.residual_soak
 
 # Random failures planned twice, repaired and from scratch: the same work, in no more time; some fifteen minutes on one core.
 CASES ?= 100000
