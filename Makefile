@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-residuals soak-repairs soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -80,6 +80,10 @@ soak-churn: $(TEST_STAMP)
 # Hand-overs inside steps, each held against the check of samples: some seven minutes on one core.
 soak-inside: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --inside 20000 --first $(FIRST)
+
+# Notices inside a step of six kinds of models, in real processes, with residuals sent: some ten minutes on two cores.
+soak-residuals: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.residual_soak
 
 # Random failures planned twice, repaired and from scratch: the same work, in no more time; some fifteen minutes on one core.
 CASES ?= 100000
@@ -160,9 +164,11 @@ BEDS ?= 1
 soak-hosts: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --jobs $(BEDS) --seed $(SEED) $(ONLY:%=--only %)
 
-# Three hosts on a network with round trips of 200 ms, which must cost no host, until one is cut off; as root.
+# Three hosts on a network with round trips of 200 ms, which must cost no host, until one is cut off; on a fast one a
+# dead host has to be known within a second; as root.
 soak-slow-network: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.slow_network_soak
+	.venv/bin/python -m tests.e2e.slow_network_soak --round-trip-ms 0 --minutes 1 --known-within 1
 
 # Messages of training beside state on a link of 40 Mbit/s, as root: half a minute.
 soak-slow-link: $(TEST_STAMP)

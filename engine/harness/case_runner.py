@@ -391,7 +391,8 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
             watch = observers.watching(show, lambda view: bool(view.run_state.losses))
             host = host_record(datetime.now())
             if (server := options["server"]) is not None and server.host:
-                host = replace(host, node=server.host, run_id=options["run_id"])
+                lease = required(options["seat"].lease, "each of several hosts keeps a lease")
+                host = replace(host, node=server.host, run_id=options["run_id"], lease_s=lease.ttl_s)
             ending = run_session(job, folder.events, folder.logs, watch, host=host, **options)
         if ending.outcome == LEFT:
             return ending

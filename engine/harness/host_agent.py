@@ -131,7 +131,7 @@ def run_on_hosts(
         keeper = KeptLease(lease_kv, lease_s(lease_kv, options.lease_s), lease_kv.allow)
         stack.callback(back := partial(_give_back, keeper))
         lease, facts = keeper.lease, _facts(job, options)
-        own = RegisteredHost(options.node, secrets.token_hex(8), options.address, lease.lease_id, facts)
+        own = RegisteredHost(options.node, secrets.token_hex(8), options.address, lease.lease_id, facts, lease.ttl_s)
         registry = HostRegistry(kv, own, lease)
         if (outcome := registry.outcome()) is not None:
             hint = f"run {options.run_id} has ended before (choose another --run to train again)"
@@ -260,7 +260,7 @@ def serve(at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Int
     """Serves the coordinating host with the workers of this host, until the outcome is known; may take over."""
     interrupts.let_wait()  # also during a takeover: a signal is a notice for its workers
     own, job, (name, run_id) = at.registry.own, at.job, at.label.rsplit("/", 1)
-    host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
+    host = replace(host_record(datetime.now()), node=own.name, run_id=run_id, lease_s=own.lease_s)
     with contextlib.ExitStack() as stack:
         scribe = stack.enter_context(scribe_for(is_in_process=False))
         folder = scribe.make_run_folder(job.results, f"{name}-{own.name.lower()}", at.screen.say)

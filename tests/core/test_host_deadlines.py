@@ -66,16 +66,24 @@ def test_a_host_is_lost_by_the_deadlines_of_its_network(
     assert gone.why_lost(S + back_ns) == "its stream has ended"
 
 
-def test_ten_minutes_of_a_slow_network_lose_no_host() -> None:
-    """Words come each quarter of a second after half a round trip of 200 ms and more, some of them lost once."""
+@pytest.mark.parametrize(("trip_ms", "lost_ms", "known_ms"), [(200.0, 400, 6_000), (0.2, 0.3, 1_000)])
+def test_ten_minutes_of_a_network_lose_no_host_and_one_that_dies_is_known_soon(
+    trip_ms: float, lost_ms: float, known_ms: float
+) -> None:
+    """Words come each quarter of a second after half a round trip and more, some of them lost once."""
     dice, trips, heard_ns = random.Random(7), RoundTrips(), 0  # noqa: S311 - the same seed makes the same network
     for number in range(4 * 600):
-        late_ms = dice.choice([0, 0, 0, dice.expovariate(1 / 40)]) + (400 if dice.random() < 0.02 else 0)
-        came_ns = max(heard_ns, round((250 * number + 100 + late_ms) * MS))
+        late_ms = dice.choice([0, 0, 0, dice.expovariate(5 / trip_ms)]) + (lost_ms if dice.random() < 0.02 else 0)
+        came_ns = max(heard_ns, round((250 * number + trip_ms / 2 + late_ms) * MS))
         sight = HostSight(heard_ns, worst_ns=trips.worst_ns)
         assert sight.why_lost(came_ns) == "", "it was there"
-        trips, heard_ns = trips.with_one(round((200 + late_ms) * MS)), came_ns
-    assert trips.worst_ns is not None and 600 * MS <= trips.worst_ns < S
+        trips, heard_ns = trips.with_one(round((trip_ms + late_ms) * MS)), came_ns
+    assert trips.worst_ns is not None and trip_ms + lost_ms <= trips.worst_ns / MS < 2 * (trip_ms + lost_ms)
+    died_ns, sight = 250 * (4 * 600 - 1) * MS, HostSight(heard_ns, worst_ns=trips.worst_ns)
+    looks_ms = range(0, 60_000, 50)  # the coordinating host looks each twentieth of a second
+    assert next(after for after in looks_ms if sight.why_lost(died_ns + after * MS)) <= known_ms, (
+        "it said its last word"
+    )
 
 
 def test_a_record_comes_with_each_change_that_matters_and_not_with_noise() -> None:

@@ -46,16 +46,17 @@ def signs(away: RemoteSpawner, clock: Clock, round_trip_ms: float, *, times: int
 
 
 def test_the_deadlines_of_a_host_follow_its_round_trips(clock: Clock) -> None:
-    away = RemoteSpawner(RegisteredHost("b", "1", "10.0.0.2", 1, {}))
+    away = RemoteSpawner(RegisteredHost("b", "1", "10.0.0.2", 1, {}, lease_s=7))
     signs(away, clock, 0.2, times=19)
     assert away.network_record() is None
     signs(away, clock, 0.2, times=1)
     record = away.network_record()
-    assert record == NetworkRecord(of="b", worst_ns=200_000, silent_ns=801 * MS, back_ns=201_200_000)
+    assert record == NetworkRecord(of="b", worst_ns=200_000, silent_ns=801 * MS, back_ns=201_200_000, lease_s=7)
     assert away.network_record() is None, "nothing is new"
     signs(away, clock, 200.0, times=1)
     assert str(away.network_record()) == (
-        "host b is lost after 1.8 s of silence, or 1.4 s without a stream (round trips of up to 200 ms)"
+        "host b is lost after 1.8 s of silence, or 1.4 s without a stream, or with its lease of 7 s "
+        "(round trips of up to 200 ms)"
     )
     signs(away, clock, 0.2, times=240)
     assert away.network_record() is not None, "a minute without a slow one"
@@ -95,8 +96,11 @@ def test_the_status_has_the_last_deadlines_of_each_host() -> None:
         }
         for at, (of, s) in enumerate(told)
     ]
-    lines = status_of_history("r", made_history([{"event": "job"}, *records])).policy
+    own = {"event": "host", "worker": -1, "at_ns": 0, "cpu": "", "cores": 1, "python": "", "torch": "", "began": ""}
+    own |= {"node": "a", "lease_s": 17}
+    lines = status_of_history("r", made_history([{"event": "job"}, own, *records])).policy
     assert [line.partition(" of silence")[0] for line in lines] == [
+        "host a is lost after 17 s without a renewal of its lease",
         "host b is lost after 0.8 s",
         "host c is lost after 0.9 s",
         "a worker is lost after 5 s",

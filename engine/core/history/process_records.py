@@ -17,7 +17,8 @@ S = TypeVar("S", bound=StampedRecord)
 class HostRecord(StampedRecord):
     """The host that starts the run: its processor, usable cores and versions, and the local time in ISO 8601.
 
-    Of several hosts each has such a record: `node` is its name, and `run_id` the name of the run in the store.
+    Of several hosts each has such a record: `node` is its name, `run_id` the name of the run in the store, and its
+    lease there is `lease_s` long.
     """
 
     cpu: str
@@ -27,6 +28,7 @@ class HostRecord(StampedRecord):
     began: str
     node: str = ""
     run_id: str = ""
+    lease_s: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,18 @@ class ClockRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkRecord(StampedRecord):
-    """The worst round trip to host `of` in the last minute, and for how long it may be silent or without a stream."""
+    """The worst round trip to host `of` in the last minute, and how long it may be silent, streamless or unrenewed."""
 
     of: str
     worst_ns: int
     silent_ns: int
     back_ns: int
+    lease_s: int = 0
 
     def __str__(self) -> str:
-        deadlines = (
-            f"is lost after {self.silent_ns / 1e9:.3g} s of silence, or {self.back_ns / 1e9:.3g} s without a stream"
-        )
-        return f"host {self.of} {deadlines} (round trips of up to {self.worst_ns / 1e6:.3g} ms)"
+        deadlines = f"{self.silent_ns / 1e9:.3g} s of silence, or {self.back_ns / 1e9:.3g} s without a stream"
+        deadlines += f", or with its lease of {self.lease_s} s" if self.lease_s else ""
+        return f"host {self.of} is lost after {deadlines} (round trips of up to {self.worst_ns / 1e6:.3g} ms)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

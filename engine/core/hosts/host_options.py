@@ -149,7 +149,7 @@ def _of_job(options: HostOptions, job: Job) -> list[Problem]:
 class RegisteredHost:
     """A host in the store. Names repeat; `incarnation` does not. `lease_id` is the lease that its key hangs on.
 
-    `facts` are those in which all hosts of a run agree.
+    That lease lasts `lease_s`. `facts` are those in which all hosts of a run agree.
     """
 
     name: str
@@ -157,6 +157,7 @@ class RegisteredHost:
     address: str
     lease_id: int
     facts: Mapping[str, Any]
+    lease_s: int = 0
 
 
 def differences(hosts: Sequence[RegisteredHost]) -> list[str]:

@@ -13,6 +13,7 @@ from engine.core.history.process_records import (
     ComparisonRecord,
     DeadlyRecord,
     FailedRecord,
+    HostRecord,
     NetworkRecord,
     NotComparedRecord,
     StartedRecord,
@@ -99,6 +100,8 @@ def _policy(history: RunHistory) -> Iterator[str]:
         yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
     yield from (f"worker {each.of} {each.why}" for each in _cramped(history))
+    leases = {each.node: each.lease_s for each in history.of(HostRecord) if each.lease_s}
+    yield from (f"host {node} is lost after {leases[node]} s without a renewal of its lease" for node in leases)
     hosts = {each.of: each for each in history.of(NetworkRecord)}.values()
     yield from map(str, hosts)
     if hosts and history.job is not None and (after_ns := parse_duration(history.job.silent_after)):

@@ -311,8 +311,9 @@ class RemoteSpawner(Spawner):
         if not trips.differs_from(self.reported_ns):
             return None
         self.reported_ns = worst_ns = trips.worst_ns
+        silent_ns, back_ns, lease_s = SILENT.after(worst_ns), BACK.after(worst_ns), self.known.lease_s
         return NetworkRecord(
-            of=self.host, worst_ns=worst_ns or 0, silent_ns=SILENT.after(worst_ns), back_ns=BACK.after(worst_ns)
+            of=self.host, worst_ns=worst_ns or 0, silent_ns=silent_ns, back_ns=back_ns, lease_s=lease_s
         )
 
     def _keep_lines(self, header: ShippedHostMessage, packet: bytes) -> None:
