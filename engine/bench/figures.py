@@ -69,13 +69,14 @@ Cases = Mapping[str, Callable[[Path], Sequence[BenchRow]]]  # name -> measuremen
 class Stamps:
     """One iteration of a pipeline on one worker: its times, and the sleeps of its layers if these are timed ones.
 
-    A backward may sleep in several parts.
+    A backward may sleep in several parts. `cpu_ns` is the CPU time of all threads of the worker.
     """
 
     start_ns: int
     end_ns: int
     forwards_ns: tuple[int, ...] = ()
     backwards_ns: tuple[int, ...] = ()
+    cpu_ns: int = 0
 
 
 def seconds_taken(workers: Sequence[Stamps]) -> float:
@@ -162,11 +163,13 @@ def pipeline_rows(
     ours_s, peer_s = ([seconds_taken(workers) for workers in side] for side in (ours, peer))
     middle, low, high = median_interval(_ratios(ours_s, peer_s))
     figures, metric = (median(ours_s), median(peer_s)), f"iteration s{remark}"
+    ours_cpu, peer_cpu = ([sum(each.cpu_ns for each in workers) / 1e9 for workers in side] for side in (ours, peer))
     return [
         *rows,
         BenchRow(case, metric, *figures, middle, goal, None if goal is None else middle <= goal, len(ours)),
         BenchRow(case, f"{metric}, low end of 95 %", *figures, low, 1.0, low <= 1.0, len(ours)),
         BenchRow(case, f"{metric}, high end of 95 %", *figures, high, None, None, len(ours)),
+        *([paired_row(case, f"CPU of all workers s{remark}", ours_cpu, peer_cpu, 1.0)] if all(peer_cpu) else []),
     ]
 
 

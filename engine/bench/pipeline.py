@@ -138,12 +138,12 @@ def _run_once(context: WorkerContext, side: Side) -> Stamps:
             layer.zero_grad()
     timed.forwards_ns.clear()
     timed.backwards_ns.clear()
-    start_ns = _common_start()
+    start_ns, start_cpu_ns = _common_start(), time.process_time_ns()
     side.run()
     context.replicas.device.wait()
-    end_ns = now_ns()
+    end_ns, cpu_ns = now_ns(), time.process_time_ns() - start_cpu_ns
     side.tidy()
-    return Stamps(start_ns, end_ns, tuple(timed.forwards_ns), tuple(timed.backwards_ns))
+    return Stamps(start_ns, end_ns, tuple(timed.forwards_ns), tuple(timed.backwards_ns), cpu_ns)
 
 
 def _common_start() -> int:

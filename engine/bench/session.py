@@ -49,7 +49,7 @@ from engine.runtime.process.recorder import open_events, open_steps
 
 _PLAIN = ("1f1b", "eager-1f1b", "gpipe")  # one stage per worker: their ideal time is known
 _GOALS_OF_TORCH = {"eager-1f1b": 0.97}  # on stages that sleep: torch's waits for each transfer
-_SHAPES = ((4, 8), (8, 16), (4, 32))  # P, M
+_SHAPES = ((4, 8), (8, 16), (4, 32), (16, 32))  # P, M
 _BLOCKS: Args = {"width": 256, "depth": 6}
 
 

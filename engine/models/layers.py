@@ -71,7 +71,8 @@ class Model:
     With `is_cut_by_sample`, dimension 0 of all that the loss takes is the sample, and the loss of the first samples is
     that of their rows. In evaluation the loss takes the first `num_loss_outputs` outputs and metrics take the others;
     with 0, both take all. `notes` are for the user: what could not be split. `straight` are layers of the recorder that
-    are lists of torch's own operations (engine.models.traced.straight): a shorter trial is enough for them.
+    are lists of torch's own operations (engine.models.traced.straight): a shorter trial is enough for them. `alike`
+    has the first layer with the same operations and sizes for each of these: one trial is enough for both.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -85,6 +86,7 @@ class Model:
     num_loss_outputs: int = 0
     notes: tuple[str, ...] = ()
     straight: frozenset[int] = frozenset()
+    alike: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""
@@ -121,6 +123,11 @@ class FunctionLayer(nn.Module):
     def forward(self, *inputs: object, **named: object) -> object:
         """Calls the function."""
         return self.function(*inputs, **named)
+
+
+def sizes_of(tensor: Tensor | None) -> object:
+    """Returns what a kernel is chosen by: shape, strides and dtype of a tensor, and whether it has a gradient."""
+    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
 def as_tensors(value: object, where: str) -> Tensors:

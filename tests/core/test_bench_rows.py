@@ -104,6 +104,12 @@ def test_real_compute_has_no_ideal() -> None:
     ]
 
 
+def test_the_cpu_time_of_all_workers_stands_beside_the_peers() -> None:
+    ours, peer = ([[Stamps(0, 350 * MS, cpu_ns=each * MS)] * 4] for each in (10, 8))
+    found = pipeline_rows("case", ours, peer, "", has_ideal=False)[-1]
+    assert (found.metric, found.ours, found.ratio, found.met) == ("CPU of all workers s", 0.04, 1.25, False)
+
+
 def test_pairs_are_compared_pair_by_pair() -> None:
     # The machine was twice as slow during the second pair: the medians are far apart, the ratios are not.
     found = paired_row("case", "launch s", [1.0, 2.0, 1.0], [4.0, 8.0, 4.0], goal=1 / 3)

@@ -22,7 +22,7 @@ from engine.models.model_loader import build_model
 from engine.models.model_registry import MODELS
 from engine.runtime.stage.random_streams import positions
 from engine.runtime.worker import microbatches as data_trial
-from engine.runtime.worker.pure_check import PureCheck
+from engine.runtime.worker.pure_check import PureCheck, TrialShare
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
 from tests.runtime.small_jobs import borders_of, small_job, starts_of
 from tests.runtime.test_models import SMALL_ARGS
@@ -42,7 +42,7 @@ def check_of(model: Model, data: Data = DATA, **values: Any) -> PureCheck:
 
 
 def run(check: PureCheck) -> dict[str, DigestByName]:
-    return dict(check.run(dict.fromkeys(range(check.job.stages), True)))
+    return dict(check.run(dict.fromkeys(range(check.job.stages), TrialShare())))
 
 
 def refused(check: PureCheck) -> list[str]:
@@ -72,7 +72,7 @@ def test_layers_of_a_list_are_tried_as_the_copies_that_they_are() -> None:
 
 def test_one_copy_is_enough_for_what_shows_when_a_forward_is_redone() -> None:
     with pytest.raises(UserError, match=r"layer 1 \(one\)"):
-        check_of(between(Counting)).run({0: False})
+        check_of(between(Counting)).run({0: TrialShare(is_twice=False)})
 
 
 @pytest.mark.parametrize("kind", PURE)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from engine.models.traced.recording import CodeLine
 
 _PACKAGE = "transformers"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
@@ -52,6 +54,11 @@ class MaskDecision:
         """Whether the decision is that of transformers itself, which depends on its arguments alone."""
         return _is_of_transformers(self._ignores)
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What it consists of: the same for decisions that cannot differ."""
+        return MaskDecision, self._ignores
+
     def __call__(self, padding: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the decision of transformers about the padding of a microbatch."""
         return torch.tensor(bool(self._ignores(padding, *args, **kwargs)), device=padding.device)
@@ -69,15 +76,34 @@ class OptionalMaskAttention:
         """Whether the attention is that of transformers itself, which depends on its arguments alone."""
         return _is_of_transformers(self._attend)
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What it consists of: the same for attentions that cannot differ."""
+        return OptionalMaskAttention, self._attend, repr(self._facts)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, ignores: Tensor, **kwargs: Any) -> Any:
         """Returns what the attention returns; `ignores` is the decision about the mask."""
         return self._attend(self._facts, query, key, value, None if ignores.item() else mask, **kwargs)
 
 
 def _is_of_transformers(function: Callable[..., Any]) -> bool:
-    folder = Path(getattr(sys.modules.get(_PACKAGE), "__file__", None) or "").parent
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename in {str(folder / name) for name in _FILES}
+    return code is not None and code.co_filename in _places(_FILES)
+
+
+def asking_for_others() -> set[str]:
+    """Returns the files of transformers that ask whether a tensor is a tracer's for the code that calls them."""
+    return _places(["utils/import_utils.py"])
+
+
+def only_warns(line: CodeLine) -> bool:
+    """Returns whether a line is in the function of transformers that warns of padding, and does nothing else."""
+    return line.function == "warn_if_padding_and_no_attention_mask" and line.file in _places(["modeling_utils.py"])
+
+
+def _places(names: Iterable[str]) -> set[str]:
+    folder = Path(getattr(sys.modules.get(_PACKAGE), "__file__", None) or "").parent
+    return {str(folder / name) for name in names}
 
 
 @contextlib.contextmanager

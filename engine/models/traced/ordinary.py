@@ -39,7 +39,7 @@ from engine.models.traced.recording import (
     told,
 )
 from engine.models.traced.source_text import Piece, PieceProgram, Writer
-from engine.models.traced.straight import is_straight
+from engine.models.traced.straight import first_alike, is_straight
 
 _SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
 _OUTPUT_TOO = "a forward that returns an output besides its loss"
@@ -101,7 +101,7 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     ]
     model = _with_loss(job, layers, traces, splitters, has_metrics)
     straight = _straight(pieces, planned[0], traces[0], splitters[0], has_own_loss=is_own(job.loss))
-    return replace(model, notes=notes, straight=straight)
+    return replace(model, notes=notes, straight=straight, alike=first_alike(pieces, straight))
 
 
 def _straight(

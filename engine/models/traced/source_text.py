@@ -234,6 +234,16 @@ class Piece(nn.Module):
         # Dicts, in which other tensors may take the place of these.
         self._held = tuple(tuple(starmap(self._holder, holders)) for _, holders in (training, evaluation))
 
+    @property
+    def program(self) -> PieceProgram:
+        """The program of training."""
+        return self._programs[0]
+
+    @property
+    def holders(self) -> tuple[dict[str, Tensor | None], ...]:
+        """The tensors of the program of training, as it finds them, if no submodule is called as a whole."""
+        return tuple(holder for holder in self._held[0] if isinstance(holder, dict))
+
     def forward(self, *inputs: Tensor) -> Tensors:
         """Runs the operations of the piece; an exception shows the user's line."""
         mode = 0 if self.training else 1

@@ -8,7 +8,8 @@ in place, or reads memory that nothing has written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -23,13 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.models.layers import sizes_of
 from engine.models.traced.optional_masks import MaskDecision, OptionalMaskAttention
 from engine.models.traced.pieces import PlannedPiece
-from engine.models.traced.recording import Trace
+from engine.models.traced.recording import Trace, text_of
+from engine.models.traced.source_text import Piece
 
 _TORCH = Path(torch.__file__).parent
 _FILES = frozenset(str(_TORCH / name) for name in ("_tensor.py", "functional.py", "nn/functional.py"))
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_OF_WRITER = ("_flat", "_modes", "__builtins__")  # names in a program that it has not written itself
+_VALUE = re.compile(r"\bv\d+\b")
 _READ = (torch._C.TensorBase.T, torch._C.TensorBase.mT)
 
 
@@ -60,3 +65,27 @@ def _is_of_torch(function: Any) -> bool:
 def _is_unwritten(name: str) -> bool:
     """Returns whether a function of this name makes memory that nobody has written."""
     return "empty" in name or name.startswith(("resize", "set_"))
+
+
+def first_alike(pieces: Sequence[Piece], straight: Collection[int]) -> dict[int, int]:
+    """Returns for each straight piece the first one that runs the same operations on tensors of the same sizes.
+
+    The last piece is left out, because the loss belongs to it.
+    """
+    first: dict[object, int] = {}
+    return {each: first.setdefault(_content(pieces[each]), each) for each in sorted(straight) if each + 1 < len(pieces)}
+
+
+def _content(piece: Piece) -> object:
+    """Returns what decides which kernels a piece runs in training: its text, constants, and sizes of its tensors."""
+    program, names = piece.program, dict[str, str]()
+    text = _VALUE.sub(lambda value: names.setdefault(value[0], f"v{len(names)}"), program.text)
+    constants = tuple(_key(each) for name, each in program.run.__globals__.items() if name not in _OF_WRITER)
+    tensors = tuple((name, sizes_of(held)) for holder in piece.holders for name, held in holder.items())
+    return text, constants, tensors
+
+
+def _key(constant: Any) -> object:
+    if isinstance(constant, (MaskDecision, OptionalMaskAttention)):
+        return constant.content
+    return constant if callable(constant) else text_of((constant,)) if isinstance(constant, Tensor) else repr(constant)

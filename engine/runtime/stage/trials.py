@@ -17,7 +17,7 @@ from engine.core.job.job import Job
 from engine.core.units import Args
 from engine.models.data import Data, keyed_generator
 from engine.models.data_sources import largest
-from engine.models.layers import Model, Tensors
+from engine.models.layers import Model, Tensors, sizes_of
 from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.device.device import HOST, Device, FlopCount
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
@@ -62,10 +62,13 @@ def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int
 # Outputs, gradients, weights and buffers must have the same bits in both copies, and in a second process.
 #
 # A straight layer (engine.models.traced.straight) has nothing that a forward could leave behind, on the host. It is
-# tried to find kernels that read unwritten memory, and for the second process:
+# tried to find kernels that read unwritten memory, and for the second process. Where several workers hold its stage,
+# the first copies of two of them show both, if new memory of the second one is filled:
 #
 #     first copy   F0 B0
-#     second copy  redo-F0
+#     second copy  redo-F0       where no other worker holds the stage
+#
+# Of straight layers of a stage with the same operations and sizes, the first one is tried.
 
 MICROBATCHES = (0, 1)
 _MARK_DIGITS = 16
@@ -111,6 +114,8 @@ class LayerTrial:
         self.is_straight = index in model.straight and device.is_host
         self.flops = self.residual = (0, 0)  # of a forward and a backward; bytes of a residual and of its input
         self.marked = LayerDigests(f"layer {index} ({model.layers[index].name})")
+        self.outputs: list[Tensors] = []
+        self._is_tried = False
         self._microbatches = range(len(inputs))
         calls = [self._called_with(microbatch) for microbatch in self._microbatches]
         self.marked.note(INPUT, (tensor for args, also in calls for tensor in (*args, *(also or ()))), "")
@@ -136,10 +141,25 @@ class LayerTrial:
                 self._backward(stage, microbatch, "")
         self.flops = forward.flops, backward.flops
         self._close(stage, "")
+        self.outputs, self._is_tried = outputs, True
         return outputs
 
+    def can_stand_for(self, other: LayerTrial) -> bool:
+        """Returns whether another layer runs the same operations on tensors of the same sizes as this one."""
+        alike = self.model.alike
+        is_alike = self._is_tried and self.is_straight and alike.get(other.index) == alike.get(self.index, -1)
+        return is_alike and [*map(_sizes, self.inputs)] == [*map(_sizes, other.inputs)]
+
+    def take(self, tried: LayerTrial) -> list[Tensors]:
+        """Takes the results of a layer that stands for this one, but for the weights; returns its outputs."""
+        self._built("")
+        self.flops, self.residual, self.outputs = tried.flops, tried.residual, tried.outputs
+        return self.outputs
+
     def second(self) -> None:
-        """Tries the second copy."""
+        """Tries the second copy, unless another layer stands for this one."""
+        if not self._is_tried:
+            return
         when = "in a second copy, in another order"
         with self._refusing(when):
             stage = self._built("when it is built again")
@@ -160,8 +180,9 @@ class LayerTrial:
         with self._watching("constructor"):
             stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device)
         layer = stage.layers[self.index]
-        self.marked.note("weight", layer.named_parameters(), when)
-        self.marked.note("buffer", layer.named_buffers(), when)
+        if not (self.is_straight and when):  # it is copied, not built
+            self.marked.note("weight", layer.named_parameters(), when)
+            self.marked.note("buffer", layer.named_buffers(), when)
         self._own = own_generators(layer)
         return stage
 
@@ -201,7 +222,8 @@ class LayerTrial:
     def _close(self, stage: Stage, when: str) -> None:
         layer = stage.layers[self.index]
         self.marked.note("weight gradient", stage.gradients()[self.index].items(), when)
-        self.marked.note("weight", layer.named_parameters(), "after a forward and a backward")
+        if not self.is_straight:
+            self.marked.note("weight", layer.named_parameters(), "after a forward and a backward")
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
@@ -233,6 +255,10 @@ class LayerTrial:
             stage.forward(0, 0, *self._called_with(0))
             names = [name for name, text in _attributes(layer).items() if text != before.get(name)]
         return f"; a forward changes {', '.join(names[:_MOST_ATTRIBUTES])}" if names else ""
+
+
+def _sizes(tensors: Tensors) -> list[object]:
+    return [sizes_of(each) for each in tensors]
 
 
 def drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.codec.messages import in_messages
 from engine.codec.values import cut
@@ -53,10 +54,10 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
         context.worker,
         context.replicas.device,
     )
-    owned = {stage for _, stage in ownership.slots_of(context.worker)}
+    stages = sorted({stage for _, stage in context.replicas.stages})
     try:
         tried = list(_optimizer_rows(context))
-        rows = tried + check.run({stage: stage in owned for _, stage in sorted(context.replicas.stages)})
+        rows = tried + check.run({stage: _share_of(context.worker, stage, ownership) for stage in stages})
     finally:
         ms = round((now_ns() - start_ns) / 1e6, 1)
         unchecked = tuple(check.unchecked)
@@ -72,6 +73,24 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     )  # a draw of the data in training shows, as each worker gets another number
     for part in in_messages((cut(name, _MOST_OF_NAME, CUT), marks) for name, marks in rows):
         context.control.send(PureMessage(part))
+
+
+class TrialShare(NamedTuple):
+    """What a worker does of the trial of a stage.
+
+    An owner tries two copies, a shadow one. Straight layers that several workers hold are tried in one copy by each
+    (`is_shared`), and with new memory filled by all but the first of them (`fills`).
+    """
+
+    is_twice: bool = True
+    is_shared: bool = False
+    fills: bool = False
+
+
+def _share_of(worker: int, stage: int, ownership: Ownership) -> TrialShare:
+    holders = [each for pipeline in range(ownership.grid.pipelines) for each in ownership.replicas(pipeline, stage)]
+    is_shared = len({*holders}) > 1
+    return TrialShare(worker in ownership.owners_of(stage), is_shared, fills=is_shared and worker != holders[0])
 
 
 def _optimizer_rows(context: WorkerContext) -> Iterator[tuple[str, DigestByName]]:
@@ -106,8 +125,8 @@ class PureCheck:
     def __post_init__(self) -> None:
         self._data_trial = DataTrial(self.job, self.data, self.worker)
 
-    def run(self, stages: Mapping[int, bool]) -> list[tuple[str, DigestByName]]:
-        """Tries the layers of some stages, in two copies or in one; returns the marks of each layer by name.
+    def run(self, stages: Mapping[int, TrialShare]) -> list[tuple[str, DigestByName]]:
+        """Tries this worker's share of the layers of some stages; returns the marks of each layer by name.
 
         Raises UserError with all impure layers, and the data if they are impure.
         """
@@ -115,8 +134,8 @@ class PureCheck:
             loads = 0 in stages or self.job.slots - 1 in stages
             if loads:
                 self._batches = [on_device(each, self.device) for each in self._data_trial.first()]
-            for stage, twice in stages.items():
-                self._try(stage, twice)
+            for stage, share in stages.items():
+                self._try(stage, share)
             if loads:
                 self._data_trial.others()
                 self._data_trial.again()
@@ -125,17 +144,20 @@ class PureCheck:
         marked = [trial.marked for trial in self.trials]
         return [(DATA, self._data_trial.marks), *((each.name, each.marks) for each in marked)]
 
-    def _try(self, stage: int, twice: bool) -> None:
+    def _try(self, stage: int, share: TrialShare) -> None:
         layers = range(self.starts[stage], (*self.starts[1:], len(self.model.layers))[stage])
         trials: list[LayerTrial] = []
         num_inputs = 1 if self.device.is_host and self.model.straight.issuperset(layers) else len(MICROBATCHES)
-        for inputs in self._inputs(stage):
-            trials = self._first_trials(layers, inputs[:num_inputs], self._targets(stage))
-            if len(trials) == len(layers):
-                break
-        with unwritten_filled() if self.job.deterministic else contextlib.nullcontext():
-            for trial in reversed(trials) if twice else ():
-                trial.second()
+        filled = unwritten_filled if self.job.deterministic else contextlib.nullcontext
+        with filled() if share.fills else contextlib.nullcontext():
+            for inputs in self._inputs(stage):
+                trials = self._first_trials(layers, inputs[:num_inputs], self._targets(stage))
+                if len(trials) == len(layers):
+                    break
+        with filled():
+            for trial in reversed(trials) if share.is_twice else ():
+                if not (share.is_shared and trial.is_straight):
+                    trial.second()
         self.trials += trials
         self.unchecked += [self.model.layers[index].name for index in layers[len(trials) :]]
 
@@ -158,13 +180,14 @@ class PureCheck:
 
     def _first_trials(self, layers: Sequence[int], inputs: list[Tensors], targets: list[Tensors]) -> list[LayerTrial]:
         """Tries a copy of each layer in turn, up to a layer that raises an exception: training will show it."""
-        trials = []
+        trials: list[LayerTrial] = []
         for index in layers:
             trial = LayerTrial(self.job, self.model, index, inputs, targets, self.device)
             operations = WithoutForm()
             try:
                 with operations if self.job.deterministic else contextlib.nullcontext():
-                    inputs = trial.first()
+                    tried = next((each for each in trials if each.can_stand_for(trial)), None)
+                    inputs = trial.take(tried) if tried else trial.first()
             except Exception:
                 break
             finally:
