@@ -87,7 +87,7 @@ def test_hosts_that_do_not_agree_do_not_begin(backend: Backend) -> None:
     with pytest.raises(EnvironmentLacksError, match=r"^torch: '2.13.0' on host a, '2.12.0' on host b\n"):
         b.gathered((), 2, 60.0)
     again = come(backend, "a", "a2", torch="2.13.0", stages=4)
-    with pytest.raises(EnvironmentLacksError, match="1 of 3 hosts came"):  # which is a reason of its own
+    with pytest.raises(EnvironmentLacksError, match="1 of 3 hosts registered"):  # which is a reason of its own
         again.gathered(("a", "x", "y"), 3, 0.0)
 
 

@@ -94,9 +94,9 @@ def test_another_address_than_that_of_the_user_is_not_asked(
     """Before, the record of a folder was asked instead of the cluster that the environment names."""
     monkeypatch.setenv("BAMBOO_ETCD", "127.0.0.1:1")
     _, told = look(tmp_path / "a", listener.address)
-    assert "its store is not asked" in told
+    assert "its store was not contacted" in told
     _, told = look(tmp_path / "b", listener.address, "--etcd", "127.0.0.1:2")
-    assert "its store is not asked" in told
+    assert "its store was not contacted" in told
     assert (listener.num_connections, listener.received) == (0, b"")
 
 
