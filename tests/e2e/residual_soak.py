@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--residuals", default="ship")
     parser.add_argument("--shares", default=SHARES, help="the graces, as shares of the step; the first one is 0")
     given = parser.parse_args()
-    wrong = []
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="residual-soak-") as folder, ForkServer() as server:
         runs = Runs(Path(folder), server)
         for name in given.kinds.split(","):
