@@ -20,7 +20,10 @@ from engine.models.data_sources import evaluation_sets, open_data
 from engine.models.hugging_face import dataset, pretrained, save_config, text
 from engine.models.layers import as_tensors
 from engine.models.model_loader import build_model
+from engine.models.traced import optional_masks as masks
+from engine.models.traced import recorded, recorder
 from engine.models.traced.optional_masks import MaskDecision, optional_masks
+from engine.models.traced.recording import CodeLine
 from engine.models.user_factory import made_by
 from engine.runtime.stage.stage import build_layer
 from tests.e2e import hf_zoo
@@ -98,6 +101,31 @@ def test_a_mask_that_is_ignored_or_a_decision_that_is_baked_in_would_be_seen(
     monkeypatch.setattr(MaskDecision, "__call__", lambda *others, **named: torch.tensor(always))
     pairs = gradients(job, 4)
     assert any(not torch.equal(pieces[key], whole[key]) for pieces, whole in pairs for key in whole)
+
+
+@pytest.mark.parametrize(("function", "compared"), [("warn_if_padding_and_no_attention_mask", 0), ("another", 2)])
+def test_a_forward_is_compared_with_one_alone_unless_transformers_only_warns(
+    function: str, compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[CodeLine] = []
+    real, calls = masks.only_warns, list[Any]()
+
+    def told(line: CodeLine) -> bool:
+        asked.append(line)
+        return real(line._replace(function=function))
+
+    monkeypatch.setattr(recorder, "only_warns", told)
+
+    def alone(*given: Any) -> tuple[Tensor, ...]:
+        calls.append(given)
+        return ()
+
+    monkeypatch.setattr(recorded, "_alone", alone)
+    job = job_of("gpt2", tmp_path)
+    data = open_data(job)
+    notes = build_model(job, data.facts, data).notes
+    assert {each.function for each in asked} == {"warn_if_padding_and_no_attention_mask"}
+    assert (len(calls), len(notes)) == (compared, min(compared, 1))
 
 
 class Untraced:

@@ -156,6 +156,44 @@ class OtherOrder(Inner):
         return x
 
 
+class Router(nn.Module):
+    """Returns an order of the rows, and how many of them come first in this microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        first = self.gate(x).squeeze(-1) > 0
+        return first.long().argsort(stable=True), first.long().bincount(minlength=2).tolist()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        order, counts = self.router(flat)
+        parts = [expert(part) for expert, part in zip(self.experts, flat[order].split(counts), strict=True)]
+        return x + torch.zeros_like(flat).index_add(0, order, torch.cat(parts)).view_as(x)
+
+
+class Routed(Inner):
+    """Its blocks call a submodule that returns what it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embed(x[..., None]) * attention_mask[..., None]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class ByBatch(nn.Module):
     """Takes all columns as one dict."""
 
@@ -211,6 +249,14 @@ def test_a_run_has_the_bits_of_a_plain_loop_over_batches_with_and_without_paddin
     job = job_of(kind, stages=3)
     model, _ = built(job)
     assert (names(model), model.notes) == (CUT, ())
+    _, state = weights(job, tmp_path)
+    assert_equal(state, plain_loop(job))
+
+
+def test_a_number_that_a_whole_submodule_returns_is_not_baked_in(tmp_path: Any) -> None:
+    job = job_of(Routed, stages=3)
+    model, _ = built(job)
+    assert names(model) == CUT
     _, state = weights(job, tmp_path)
     assert_equal(state, plain_loop(job))
 

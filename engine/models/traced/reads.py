@@ -24,6 +24,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from engine.models.layers import map_leaves
 from engine.models.traced.recording import CodeLine, LeafCall, Trace, UnrecordableError, told
 
 _PLAIN = (bool, int, float)
@@ -65,6 +66,13 @@ class ValueCheck:
 def is_checkable(value: object) -> bool:
     """Returns whether a value can be compared with that of another microbatch: numbers, and lists of them."""
     return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_checkable, value)))
+
+
+def has_numbers(tree: object) -> bool:
+    """Returns whether a number is in a tree of values."""
+    numbers: list[object] = []
+    map_leaves(numbers.append, tree)
+    return any(isinstance(each, _PLAIN) for each in numbers)
 
 
 def has_sizes_by_value(function: Any, args: tuple[Any, ...]) -> bool:

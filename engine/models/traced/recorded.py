@@ -81,9 +81,7 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
 
     Raises UnrecordableError for a line that cannot be recorded, UserError for a result that has no output or no loss.
     """
-    copied = ModuleCopy("the model", module)()
-    if not is_training:
-        copied.eval()
+    copied = _copy(module, is_training)
     call = bound(copied, example)
     before = {place.name: tensor for place, tensor in places_of(copied)}
     attributes = attributes_of(copied)
@@ -110,8 +108,6 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
         for place, tensor in places_of(module)
         if place.is_buffer and (now[place.name] is not before[place.name] or not torch.equal(now[place.name], tensor))
     )
-    if trace.asking:
-        trace.has_other_bits = text_of(_alone(module, example, trace.is_loss, is_training)) != text_of(chosen)
     called = {each.function.path for each in trace.operations if isinstance(each.function, LeafCall)}
     afterwards = attributes_of(copied)
     if changed := difference(attributes, afterwards, called):
@@ -122,14 +118,20 @@ def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_train
         changing = difference(afterwards, attributes_of(copied), called)
         if changing or text_of(outputs) != text_of(chosen):
             raise carried(copied, (changing or changed)[0])
+    if trace.asking:
+        is_unchanged = not trace.changed and attributes == afterwards
+        other = copied if is_unchanged else _copy(module, is_training)
+        trace.has_other_bits = text_of(_alone(other, example, trace.is_loss, is_training)) != text_of(chosen)
     return trace
 
 
-def _alone(module: nn.Module, example: Example, is_loss: bool, is_training: bool) -> Tensors:
-    """Returns the results of a forward that is not recorded."""
+def _copy(module: nn.Module, is_training: bool) -> nn.Module:
     copied = ModuleCopy("the model", module)()
-    if not is_training:
-        copied.eval()
+    return copied if is_training else copied.eval()
+
+
+def _alone(copied: nn.Module, example: Example, is_loss: bool, is_training: bool) -> Tensors:
+    """Returns the results of a forward of a copy that is not recorded."""
     call = bound(copied, example)
     with _as_in_a_stage(example, is_training), running("the forward of the model", copied):
         return _chosen(copied(*call.args, **call.kwargs), is_loss)

@@ -27,10 +27,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.models.layers import Tensors, flatten, unflatten
-from engine.models.traced.optional_masks import optional_masks
+from engine.models.traced.optional_masks import asking_for_others, only_warns, optional_masks
 from engine.models.traced.reads import (
     ValueCheck,
     answering,
+    has_numbers,
     has_sizes_by_value,
     is_assertion,
     is_checkable,
@@ -135,6 +136,7 @@ _FACTS = frozenset(
 _SIZES = frozenset("shape size numel nelement __len__ stride is_same_size nbytes".split())  # which values can decide
 _PARTS = frozenset("__iter__ unbind split chunk tensor_split split_with_sizes hsplit vsplit dsplit".split())
 _MODES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})  # each operation knows its context
+_RETURNED = "return a tensor instead, or put the lines that use the number into a submodule together with that one"
 _PLAIN = (numbers.Number, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type)
 
 
@@ -166,6 +168,7 @@ class CallRecorder(TorchFunctionMode):
         self._path: list[str] = []
         self._sized_by_values: set[TracedValue] = set()  # whose sizes depend on data, as those of nonzero
         self._draws, self._work, self._sizes, self._is_reading = False, 0, False, False  # of the running operation
+        self._has_read = False  # the submodule that is called as a whole has taken a value out of a tensor
         self._is_inside = False
         for place, tensor in places_of(module):
             self._names.setdefault(id(tensor), []).append(place)
@@ -224,7 +227,10 @@ class CallRecorder(TorchFunctionMode):
         """Records a call of torch, and makes it."""
         kwargs = dict(kwargs or {})
         if self._is_inside or _name(func) in _MODES:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if result is not None and _name(func) not in _FACTS:
+                self._has_read |= not any(True for _ in tensors_in(result))
+            return result
         if func is Tensor.__iter__:
             self._refuse_parts(func, args, "iterates over")
             with self:
@@ -238,7 +244,7 @@ class CallRecorder(TorchFunctionMode):
             target, self._plain(args, target), self._plain(kwargs, target), None, CodeLine(), _context()
         )
         self._is_inside, self._draws, self._work = True, False, 0
-        self._sizes = self._is_reading = False
+        self._sizes = self._is_reading = self._has_read = False
         try:
             result = run(*args, **kwargs)
         finally:
@@ -321,7 +327,8 @@ class CallRecorder(TorchFunctionMode):
     def _answer(self, tensor: Tensor) -> bool:
         if not self.is_traced(tensor):
             return False
-        self.trace.asking.append(own_line())
+        line = own_line(asking_for_others())
+        self.trace.asking += [] if only_warns(line) else [line]
         return True
 
     def is_traced(self, tensor: Tensor) -> bool:
@@ -389,6 +396,8 @@ class CallRecorder(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Tensors:
             result = forward(*args, **kwargs)
             form, tensors = flatten(result)
+            if (self._has_read or self._sizes) and has_numbers(form):
+                raise self.refusal(f"{path} returns a number that it reads from a tensor", _RETURNED)
             # It may return a tensor that it was called with, and another one in the next microbatch.
             own = tuple(each.view_as(each) if self._is_known(each) else each for each in tensors)
             whole.append(unflatten(form, own) if any(map(self._is_known, tensors)) else result)

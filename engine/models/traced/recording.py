@@ -258,10 +258,13 @@ def _text_of(line: CodeLine) -> str:
     return linecache.getline(line.file, line.number).strip()
 
 
-def own_line() -> CodeLine:
-    """Returns the innermost line of the user's code that is running, that of an installed package if there is none."""
+def own_line(but: Collection[str] = ()) -> CodeLine:
+    """Returns the innermost line of the user's code that is running, that of an installed package if there is none.
+
+    Lines of the files `but` do not count: they work for the line that calls them.
+    """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    while frame is not None and (frame.f_code.co_filename in but or not is_own(frame.f_code.co_filename)):
         frame = frame.f_back
     return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else CodeLine()
 
