@@ -87,8 +87,9 @@ _KILLED = [
 
 def killed(schedule: str, stages_per_worker: int) -> Job:
     microbatches = max(5, SCHEDULES[schedule].least_microbatches(4))
-    how = (Grid(4 * stages_per_worker, microbatches), schedule, "eager" if schedule == "1f1b" else "lazy")
-    return Job(*how, stages_per_worker=stages_per_worker, copy_time=0.1, machine_type=OrderedMachine)
+    grid = Grid(4 * stages_per_worker, microbatches)
+    job = Job(grid, schedule, stages_per_worker=stages_per_worker, copy_time=0.1, machine_type=OrderedMachine)
+    return replace(job, redundancy="eager") if schedule == "1f1b" else job
 
 
 @pytest.mark.timeout(300)

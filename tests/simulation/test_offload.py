@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.action import Action, Op, Program
 from engine.core.program import build as program
+from engine.core.program.offload import line_with_offloads
 from engine.core.protocol.state import Phase
 from tests.simulation import compiled, plans
 from tests.simulation.case import Case, Fault
@@ -73,8 +74,8 @@ def random_histories(first: int, last: int) -> Iterator[Case]:
     """Yields the random cases of numbers, with copies: deaths, hand-overs in and between steps, other schedules."""
     for number in range(first, last):
         made = (random_case, parting_case, inside_case, changing_case)[number % 4](number)
-        more = {"microbatches": max(4, made.microbatches), "residuals": ("recompute", "ship")[number // 4 % 2]}
-        yield replace(made, copy_time=(0.1, 0.5)[number % 2], **more)
+        made = replace(made, microbatches=max(4, made.microbatches), copy_time=(0.1, 0.5)[number % 2])
+        yield replace(made, residuals=("recompute", "ship")[number // 4 % 2])
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def without(op: Op, line: tuple[Action, ...]) -> tuple[Action, ...]:
 @pytest.mark.parametrize("of_a_plan", [False, True])
 def test_a_forgotten_copy_is_caught(of_a_plan: bool, op: Op, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the program of a step, or in the rest of one after a death."""
-    built, placed = program.build_program, compiled.line_with_offloads
+    built, placed = program.build_program, line_with_offloads
 
     def build(*how: Any) -> Program:
         return {worker: without(op, line) for worker, line in built(*how).items()}
@@ -117,7 +118,7 @@ def test_a_forgotten_copy_is_caught(of_a_plan: bool, op: Op, words: str, monkeyp
 
 
 def test_a_plan_that_takes_all_residuals_for_here_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    placed = compiled.line_with_offloads
+    placed = line_with_offloads
     monkeypatch.setattr(
         compiled, "line_with_offloads", lambda line, copy_time, here, away: placed(line, copy_time, {*here, *away})
     )
