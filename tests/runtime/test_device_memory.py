@@ -48,7 +48,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": "adam"},
     "tied": {"model_args": {"width": 64, "depth": 2, "heads": 2, "tied": True}},
     "blocks": {"blocks": 2},
-    "offloaded": {"offload": "host", "schedule": "gpipe", "microbatches": 5},
 }
 
 
