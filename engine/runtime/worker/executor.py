@@ -11,7 +11,6 @@ of steps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -317,18 +316,12 @@ class Executor:
         if not copies or self._steps_with_copies != _STEADY:
             return
         forwards_ns = [self._times.forward_ns(slot) for slot in self._worker_program.owned]
-        busy_ns, given = sum(took for _, took in copies), self.context.job.offload_time
+        busy_ns = sum(took for _, took in copies)
         copy_time = busy_ns * len(forwards_ns) / len(copies) / max(1, sum(forwards_ns))
         num_bytes = sum(size for size, _ in copies)
         self.context.recorder.write(
             HostLinkRecord(step=self.step, bytes=num_bytes, busy_ns=busy_ns, copy_time=copy_time)
         )
-        if copy_time > 1.5 * given:
-            print(
-                f"worker {self.context.worker}: a residual takes {copy_time:.2f} forwards to the host or back, not "
-                f"{given:g}; --offload-time {copy_time:.2f} fits",
-                file=sys.stderr,
-            )
 
     def begin_at(self, step: int) -> None:
         """Goes on to another open step; no replica is here."""
@@ -392,7 +385,6 @@ class Executor:
             send_parcel(channel, program.routes.targets[value], key, self._offers.parcels[value])
 
     def _tell_of_redone(self, action: Action, why: str) -> None:
-        print(f"the residual of {action} cannot be used, so its forward is run again: {why}", file=sys.stderr)
         self.context.recorder.write(RedoneRecord(step=self.step, action=str(action), why=why))
 
     def _forward(self, action: Action, step: int) -> None:
