@@ -18,6 +18,7 @@ from itertools import dropwhile, takewhile
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import Inventory, ValueRuns
+from engine.core.program.offload import Stash, line_with_offloads
 from engine.core.value import Kind, Value
 
 State = dict[Slot, set[tuple[str, tuple[str, ...], int]]]
@@ -51,6 +52,10 @@ class Body:
     values: dict[Value, str] = field(default_factory=dict)
     reduced: dict[int, Log] = field(default_factory=dict)
     logged: dict[Slot, tuple[Log, ...]] = field(default_factory=dict)
+
+    def stashes(self, kind: Kind) -> set[Stash]:
+        """Returns the residuals in one place, as pipeline, stage and microbatch."""
+        return {(value.pipeline, value.stage, value.index) for value in self.values if value.kind is kind}
 
 
 class Machine:
@@ -89,6 +94,18 @@ class Machine:
         self.barrier: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
         self.votes = set()
         self.uses = {worker: _uses(line) for worker, line in self.program.items()}
+
+    def take_back(self, worker: int) -> None:
+        """Copies all residuals of a worker back from its host."""
+        for value in [each for each in self.bodies[worker].values if each.kind is Kind.HOSTED]:
+            self._copy(worker, Action(value.stage, Op.RELOAD, value.index, value.pipeline))
+
+    def with_copies(self, program: Program, copy_time: float) -> Program:
+        """Returns the rest of a step with the copies of residuals to the host and back."""
+        return {
+            worker: line_with_offloads(line, copy_time, *map(self.bodies[worker].stashes, (Kind.RESIDUAL, Kind.HOSTED)))
+            for worker, line in program.items()
+        }
 
     def left_by(self, victims: Collection[int]) -> Machine:
         """Returns the survivors as they are now, frozen; this machine is not touched."""
@@ -183,6 +200,8 @@ class Machine:
                 return self._receive(worker, action)
             case Op.STREAM | Op.HAND:
                 return self._stream(worker, action)
+            case Op.OFFLOAD | Op.RELOAD:
+                self._copy(worker, action)
             case Op.SHIP:
                 return self._ship(worker, action)
             case Op.COMMIT:
@@ -203,11 +222,17 @@ class Machine:
         seen = hashed(replica.weights, read, fed, action.microbatch)
         values[_own(Kind.ACTIVATION, action)] = hashed("A", seen, action.pipeline, action.stage)
         values[_own(Kind.RESIDUAL, action)] = hashed("R", seen, action.pipeline, action.stage)
+        values.pop(_own(Kind.HOSTED, action), None)
         if action.op is Op.F:
             assert replica.counted == action.microbatch, f"{action} counts after {replica.counted}"
             replica.counted += 1
             replica.befores += (replica.buffers,)
             replica.buffers = hashed(replica.buffers, seen)
+
+    def _copy(self, worker: int, action: Action) -> None:
+        kinds = (Kind.RESIDUAL, Kind.HOSTED) if action.op is Op.OFFLOAD else (Kind.HOSTED, Kind.RESIDUAL)
+        before, after = (_own(kind, action) for kind in kinds)
+        self.bodies[worker].values[after] = self.bodies[worker].values.pop(before)
 
     def _backward(self, worker: int, action: Action) -> None:
         values, last = self.bodies[worker].values, self.ownership.grid.stages - 1
@@ -397,5 +422,5 @@ def _inventory(worker: int, body: Body) -> Inventory:
         {slot: replica.counted for slot, replica in sorted(body.replicas.items()) if replica.counted},
         {slot: replica.added for slot, replica in sorted(body.replicas.items()) if replica.added},
         tuple(sorted(body.logged)),
-        ValueRuns(body.values),
+        ValueRuns(each._replace(kind=Kind.RESIDUAL) if each.kind is Kind.HOSTED else each for each in body.values),
     )

@@ -35,6 +35,7 @@ class Job:
     stages_per_worker: int = 1
     log_every: int = 0
     residuals: str = "recompute"
+    copy_time: float | None = None
     machine_type: type[Machine] = Machine
 
     def ownership(self) -> Ownership:
@@ -48,7 +49,8 @@ class Job:
 
     def program(self, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> Program:
         """Returns the program of a whole step."""
-        return build_program(self.schedule, ownership, self.redundancy, frozenset(healing), self.log_every)
+        how = (ownership, self.redundancy, frozenset(healing), self.log_every)
+        return build_program(self.schedule, *how, copy_time=self.copy_time)
 
     def machine(self) -> Machine:
         """Returns the job at the start of its first step."""
@@ -120,6 +122,8 @@ def fail(
     newest = machine.newest()
     committed = newest if machine.all_voted(newest) and order.random() < 0.5 else newest - 1
     left = machine.left_by(victims)
+    for leaver in leavers:  # it can send them then
+        left.take_back(leaver)
     inventories = left.inventories()
     ownership = heirs(machine.ownership, inventories, leavers)
     if -1 in ownership.owners:
@@ -139,6 +143,8 @@ def fail(
     assert verify(plan.program, ownership, healing_in(given), held=held_at_start(given)) == ()
     left.catch_up(committed)
     left.adopt(plan.adopted, ownership)
+    if job is not None and job.copy_time is not None:
+        plan = replace(plan, program=left.with_copies(plan.program, job.copy_time))
     return Failure(left, given, plan)
 
 

@@ -104,6 +104,13 @@ def test_two_directions_need_pairs_of_pipelines_and_a_worker_in_each_half() -> N
     assert shards.startswith("fsdp: expected 0 with schedule dualpipe")
 
 
+def test_offload_is_refused_with_shards_and_without_a_time() -> None:
+    (shards,) = problems_of(offload="host", pipelines=2, fsdp=1)
+    assert shards.startswith("offload: expected none with fsdp, found 'host'")
+    (time,) = problems_of(offload="host", offload_time=0.0)
+    assert time.startswith("offload_time: expected a number > 0, in forwards, found 0.0")
+
+
 @pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "1,3,20"])
 def test_forms_of_a_partition(form: str) -> None:
     assert problems_of(partition=form) == []

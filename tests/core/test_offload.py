@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
+from itertools import chain, islice
+
 import pytest
 
 from engine.core.action import Action, Op
@@ -11,6 +15,9 @@ from engine.core.program.dry_run import dry_run
 from engine.core.program.offload import line_with_offloads, with_copy_times
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
+from tests.core import provenance
+from tests.core.recovery_cases import ANY_ORDER, Job, assert_faultless, distinct_kills, hand_overs, seeded
+from tests.doubles.ordered_machine import OrderedMachine
 
 HALVED = {"1f1b", "eager-1f1b", "gpipe", "interleaved", "looped-bfs", "v-min", "v-half", "zbv", "zb1p"}
 
@@ -56,3 +63,54 @@ def test_the_rest_of_a_step_takes_back_what_is_away() -> None:
     rest = tuple(Action(0, op, each) for op, first in ((Op.F, 3), (Op.B, 0)) for each in range(first, 6))
     line = line_with_offloads(rest, 0.1, here={(0, 0, 0)}, away={(0, 0, 1), (0, 0, 2)})
     assert {Action(0, Op.RELOAD, 1), Action(0, Op.RELOAD, 2)} <= set(line)
+
+
+def test_what_a_forward_makes_again_neither_comes_back_nor_leaves_before_it() -> None:
+    rest = tuple(Action(0, op, each) for op in (Op.REDO_F, Op.B) for each in range(4))
+    line = line_with_offloads(rest, 0.1, here={(0, 0, 1), (0, 0, 3)}, away={(0, 0, 2)})
+    for microbatch in range(4):
+        ops = [action.op for action in line if action.microbatch == microbatch]
+        assert ops in ([Op.REDO_F, Op.B], [Op.REDO_F, Op.OFFLOAD, Op.RELOAD, Op.B])
+    assert len(line) > len(rest)
+
+
+_KILLED = [
+    *(("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("v-half", 2)),
+    *(
+        pytest.param(name, v, marks=pytest.mark.soak)
+        for name, schedule in SCHEDULES.items()
+        for v in (1, 2)
+        if schedule.takes(v)
+    ),
+]
+
+
+def killed(schedule: str, stages_per_worker: int) -> Job:
+    microbatches = max(5, SCHEDULES[schedule].least_microbatches(4))
+    grid = Grid(4 * stages_per_worker, microbatches)
+    job = Job(grid, schedule, stages_per_worker=stages_per_worker, copy_time=0.1, machine_type=OrderedMachine)
+    return replace(job, redundancy="eager") if schedule == "1f1b" else job
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("schedule", "stages_per_worker"), _KILLED)
+def test_a_death_and_a_hand_over_after_any_action(
+    schedule: str, stages_per_worker: int, request: pytest.FixtureRequest
+) -> None:
+    job = killed(schedule, stages_per_worker)
+    every = 1 if request.node.get_closest_marker("soak") else 17 * stages_per_worker**2
+    leaves = islice(hand_overs(replace(job, residuals="ship")), 0, None, 3 * every)
+    taken_back = 0
+    for failure in chain(distinct_kills(job, every), leaves):
+        ops = [action.op for line in failure.plan.program.values() for action in line]
+        taken_back += ops.count(Op.RELOAD) > ops.count(Op.OFFLOAD)
+        assert_faultless(failure.finish(seeded(ANY_ORDER)))
+    assert taken_back
+
+
+def test_a_plan_that_leaves_a_residual_on_the_host_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = line_with_offloads
+    monkeypatch.setattr(provenance, "line_with_offloads", lambda line, time, here, away: placed(line, time, here))
+    failures = distinct_kills(killed("gpipe", 1), 3)
+    with pytest.raises(KeyError, match="residual"):
+        deque(failure.finish(seeded(ANY_ORDER)) for failure in failures)

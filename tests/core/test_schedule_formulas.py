@@ -120,6 +120,13 @@ def test_waiting_and_memory_are_what_the_literature_says(name: str) -> None:
         assert disagreement(name, (p, v, m), waits, [peak_stash(line) for line in lists], length) is None
 
 
+@pytest.mark.parametrize(("name", "part"), [("v-min", 0.40), ("v-half", 0.55)])
+def test_twenty_workers_stash_at_most_a_part_of_what_1f1b_does(name: str, part: float) -> None:
+    """Of half stages: two residuals are as much as one of a whole stage."""
+    whole = max(map(peak_stash, SCHEDULES["1f1b"](20, 40, 1)))
+    assert max(map(peak_stash, SCHEDULES[name](20, 40, 2))) / 2 <= part * whole
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_the_dry_run_says_the_same(name: str) -> None:
     schedule = SCHEDULES[name]

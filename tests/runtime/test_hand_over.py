@@ -100,23 +100,47 @@ def test_a_hand_over_inside_a_step_changes_no_bit(name: str, place: str, monkeyp
     assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
 
 
+HOSTED = {"schedule": "gpipe", "offload": "host", "offload_time": 0.1}
 SHIPPED: dict[str, dict[str, Any]] = {
     "normed": NORMED,
     "normed, float16": NORMED | {"dtype": "float16"},
     "tied gpt": TIED_GPT | {"schedule": "gpipe"},
     "tied gpt, recomputed": TIED_GPT | {"activation_checkpoint": 2},
+    "normed, on the host": NORMED | HOSTED,
+    "tied gpt, recomputed, on the host": TIED_GPT | HOSTED | {"activation_checkpoint": 2},
 }
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_forward_is_run_again_if_residuals_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trajectory(SHIPPED[name])
+    expected = trajectory(SHIPPED[name] | {"offload": "none"})
     seen = Hands("1B0", monkeypatch)
     assert trajectory(SHIPPED[name] | {"residuals": "ship"}) == expected
     assert seen.protocol is None, "the notice was given"
     assert seen.handed and seen.shipped
     assert len(seen.forwards) == len(set(seen.forwards)), "no forward is run again"
     assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
+
+
+def test_residuals_that_were_read_on_the_host_in_order_to_send_them_are_used_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when a second worker dies before the first has left: it says again what it can send, or stays."""
+    expected = trajectory(NORMED | {"schedule": "gpipe"})
+    run, moments = Executor._run, list[int]()
+
+    def tell(executor: Executor, action: Action, text: str, method: Any) -> None:
+        run(executor, action, text, method)
+        if (executor.context.worker, executor.step, text) == (1, 1, "1F3"):
+            moments.append(len(executor.offloads.stashes()[1]))
+            for _ in range(2):
+                executor.inventory(10**11)
+            moments.append(len(executor.offloads.stashes()[1]))
+
+    monkeypatch.setattr(Executor, "_run", tell)
+    assert trajectory(NORMED | HOSTED | {"residuals": "ship"}) == expected
+    before, after = moments
+    assert before > after == 0
 
 
 def test_a_step_without_a_notice_does_nothing_for_residuals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from engine.core.history.run_records import TensorsRecord
+import pytest
+
+from engine.core.history.run_records import HostLinkRecord, TensorsRecord
 from engine.core.job.job import Job
 from engine.core.job.tensor_model import TensorBytes
 from engine.files.events_file import read_history
@@ -26,6 +29,14 @@ JOB = Job(
 )
 
 
+TOGETHER: dict[str, dict[str, Any]] = {
+    "blocks": {"stages": 3, "blocks": 2, "elastic": True, "redundancy": "lazy"},
+    "recomputed": {"schedule": "gpipe", "stages": 2, "activation_checkpoint": 2},
+    "streamed by shadows that compute": {"schedule": "gpipe", "stages": 3, "redundancy": "eager", "log_every": 2},
+    "two pipelines": {"schedule": "zb1p", "stages": 4, "pipelines": 2},
+}
+
+
 def run(job: Job, folder: Path) -> tuple[list[list[str]], dict[int, TensorBytes], list[int]]:
     """Returns the trajectory, the tensors of each worker at its peak, and the most microbatches that each stashes."""
     folder.mkdir()
@@ -34,8 +45,8 @@ def run(job: Job, folder: Path) -> tuple[list[list[str]], dict[int, TensorBytes]
     assert (ending.outcome, ending.error) == ("finished", None)
     most: dict[int, TensorBytes] = {}
     for record in read_history(folder / "events.jsonl").of(TensorsRecord):
-        for _, _, *of in record.peak:
-            most[record.worker] = TensorBytes(*of)
+        rows = [TensorBytes(*of) for _, _, *of in record.peak]
+        most[record.worker] = max(rows, key=lambda each: each.offloaded)
     return [list(row.texts()) for row in ending.view.run_state.rows], most, [w.peak_stash for w in ending.view.workers]
 
 
@@ -45,3 +56,18 @@ def test_a_worker_keeps_half_of_the_stash_on_its_device_and_all_bits(tmp_path: P
     assert offloaded_rows == rows
     assert (stashed[0], least[0]) == (6, 3)
     assert offloaded[0].stash <= 0.6 * most[0].stash and offloaded[0].offloaded > 0
+    links = {each.worker: each for each in read_history(tmp_path / "host" / "events.jsonl").of(HostLinkRecord)}
+    copied = 2 * 11  # the first worker sends eleven of twelve residuals there and back
+    assert links[0].step == 1
+    assert links[0].bytes % copied == 0 and links[0].busy_ns > 0 < links[0].copy_time
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "recomputed" else pytest.param(name, marks=pytest.mark.soak) for name in TOGETHER]
+)
+def test_residuals_on_the_host_beside_other_options(name: str, tmp_path: Path) -> None:
+    job = replace(JOB, **TOGETHER[name] | {"microbatches": 6, "model_args": {"width": 16, "heads": 2, "depth": 4}})
+    rows, _, _ = run(job, tmp_path / "none")
+    offloaded_rows, offloaded, _ = run(replace(job, offload="host", offload_time=0.1), tmp_path / "host")
+    assert offloaded_rows == rows
+    assert any(each.offloaded > 0 for each in offloaded.values())

@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord
+from engine.core.history.run_records import EpochRecord, TensorsRecord
 from engine.core.job.job import Job
 from engine.core.protocol.events import WantedSchedule
 from engine.core.protocol.schedule_change import change_of
@@ -56,14 +56,15 @@ def run(job: Job, folder: Path, schedules: Mapping[int, str], kills: tuple[str, 
 
 @pytest.mark.parametrize("kills", [(), ("1:1:F:1", "7:2:F:1")], ids=["whole", "with deaths"])
 def test_slots_move_for_another_placement_and_back_with_the_same_bits(tmp_path: Path, kills: tuple[str, ...]) -> None:
-    job = replace(JOB, redundancy="lazy")
-    still, _ = run(job, tmp_path / "still", {})
+    job = replace(JOB, redundancy="lazy", offload="host", offload_time=0.1)
+    still, _ = run(replace(job, offload="none"), tmp_path / "still", {})
     moved, history = run(job, tmp_path / "moved", {1: "zbv", 9: "own"}, kills)
     assert moved == still
     epochs = [each for each in history.of(EpochRecord) if not kills or each.verdict or each.planned]
     schedules = [each.schedule for each in epochs]
     assert schedules[0] == schedules[-1] == ""
     assert "zbv" in schedules
+    assert any(of[-1] for each in history.of(TensorsRecord) for of in each.peak), "residuals were on the host"
     if kills:
         assert [each.schedule for each in epochs if each.verdict] == ["", "zbv"]
     else:

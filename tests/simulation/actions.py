@@ -18,6 +18,7 @@ from tests.simulation.compiled import (
     HEAL,
     MAKE_LOG,
     NOTHING,
+    OFFLOAD,
     PART,
     PENDING,
     REDO,
@@ -71,6 +72,23 @@ def _whole(worker: Executor, slot: tuple[int, int]) -> Replica:
     return _replica(worker, slot)
 
 
+def _copy(worker: Executor, action: Action) -> bool:
+    """Copies a residual to the host or back."""
+    code, key = action
+    leaves = code == OFFLOAD
+    if key not in worker.values or leaves is (key in worker.away):
+        place = "on the host" if key in worker.away else "on the device" if key in worker.values else "nowhere"
+        raise Violation(f"worker {worker.number} copies {parts_of(key)}, which is {place}")
+    (worker.away.add if leaves else worker.away.remove)(key)
+    worker.world.turns.add("residual leaves for the host" if leaves else "residual comes back")
+    return True
+
+
+def _on_device(worker: Executor, key: int) -> None:
+    if key in worker.away:
+        raise Violation(f"worker {worker.number} uses {parts_of(key)}, which is on the host")
+
+
 def _forward(worker: Executor, action: Action) -> bool:
     code, slot, microbatch, source, made, kept, goes_elsewhere = action
     replica = _whole(worker, slot)
@@ -89,6 +107,7 @@ def _forward(worker: Executor, action: Action) -> bool:
             raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
     _keep(worker, made, output, goes_elsewhere)
     _keep(worker, kept, provenance.residual(replica.weights, before, given))
+    worker.away.discard(kept)
     return True
 
 
@@ -97,6 +116,7 @@ def _backward(worker: Executor, action: Action) -> bool:
     replica = _whole(worker, slot)
     if kept not in worker.values:
         raise Violation(f"worker {worker.number} has no residual for {code} {microbatch} of slot {slot}")
+    _on_device(worker, kept)
     memory = worker.values.pop(kept)
     given = 0 if source == NOTHING else _use(worker, source)
     if code == BACKWARD:
@@ -354,6 +374,6 @@ _DO: tuple[Callable[[Executor, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward, _weights),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
     *(_stream, _take_stream),
-    *(_unshard, _reshard, _ship, _take_ship),
+    *(_unshard, _reshard, _ship, _take_ship, _copy, _copy),
 )
 assert REDO == 1, "the table stands in the order of the codes"

@@ -110,6 +110,7 @@ class Case:
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
     residuals: str = "recompute"
+    copy_time: float = 0.0  # of a residual to the host, in forwards; 0: none leaves
     validate_every: int = 0
     early_stop: bool = False  # after the second validation: none is better than the first
     predicts: bool = False  # only forwards run, once, before the first step

@@ -7,10 +7,12 @@ The routes of values are found here once for all workers, from the effects of ac
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, Program
+from engine.core.action import RECEIVE_OPS, SEND_OPS, SHARD_OPS, STASH_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
+from engine.core.program.offload import Stash, line_with_offloads
 from engine.core.value import Kind
 from tests.simulation.case import Violation
 
@@ -28,7 +30,9 @@ KINDS = {
 NOTHING = -1
 # Codes of actions; computations first, because they take time.
 FORWARD, REDO, BACKWARD, INPUT, WEIGHTS, SEND, RECEIVE, GIVE, HEAL, REDUCE = range(10)
-MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND, UNSHARD, RESHARD, SHIP, TAKE_SHIP = range(10, 21)
+MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND, UNSHARD, RESHARD, SHIP, TAKE_SHIP, OFFLOAD, RELOAD = (
+    range(10, 23)
+)
 COMPUTE = WEIGHTS
 POINT_OF = (
     "F",
@@ -48,6 +52,8 @@ POINT_OF = (
     "UNSHARD",
     "RESHARD",
     *("STREAM",) * 2,
+    "OFFLOAD",
+    "RELOAD",
 )
 NAMES = (
     "F",
@@ -71,6 +77,8 @@ NAMES = (
     "RESHARD",
     "SHIP",
     "SHIP (takes)",
+    "OFFLOAD",
+    "RELOAD",
 )
 VALUES = (
     *("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream"),
@@ -81,6 +89,7 @@ OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STR
     code: op for op, codes in ((Op.HAND, (HAND, TAKE_HAND)), (Op.SHIP, (SHIP, TAKE_SHIP))) for code in codes
 }  # of the codes whose actions have a part in the sums of a slot
 _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT, Op.W: WEIGHTS}
+_COMPUTE |= {Op.OFFLOAD: OFFLOAD, Op.RELOAD: RELOAD}  # beside computing
 
 
 def key_of(kind: int, pipeline: int, stage: int, index: int = 0) -> int:
@@ -98,6 +107,7 @@ class Compiled(NamedTuple):
 
     actions: tuple[tuple[Any, ...], ...]
     steps: tuple[Slot, ...]  # the replicas that take the optimizer step
+    line: tuple[Action, ...] = ()  # of which they were made
 
 
 class _Routes:
@@ -134,8 +144,21 @@ def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
         if votes and votes != [*range(votes[0], len(done))]:
             raise Violation(f"worker {worker} does something else between its first vote and its last")
         steps = tuple((each.pipeline, each.stage) for each in actions if each.op is Op.STEP)
-        found[worker] = Compiled(done, steps)
+        found[worker] = Compiled(done, steps, actions)
     return found
+
+
+def with_copies(
+    share: Compiled, ownership: Ownership, copy_time: float, here: Collection[Stash], away: Collection[Stash]
+) -> tuple[tuple[Any, ...], ...]:
+    """Returns the actions of a plan with the copies of residuals to the host and back, as workers add them."""
+    others = iter(share.actions)
+    line = line_with_offloads(share.line, copy_time, here, away)
+    return tuple(
+        _computed(action, ownership) if action.op in STASH_OPS else next(others)
+        for action in line
+        if action.op is not Op.STEP
+    )
 
 
 def carried_key(action: Action) -> int:
@@ -226,6 +249,8 @@ def _numbered(actions: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ..
 def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
     stage, op, microbatch, pipeline = action
     code = _COMPUTE[op]
+    if op in STASH_OPS:
+        return code, key_of(RESIDUAL, pipeline, stage, microbatch)
     if code == WEIGHTS:
         return (
             code,

@@ -14,7 +14,20 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.program.ballot import SlotVote
 from tests.simulation.actions import inputs_of, perform
 from tests.simulation.case import Violation
-from tests.simulation.compiled import CARRIED, COMPUTE, OPS, POINT_OF, RECEIVE, TAKE_LOG, Compiled, parts_of
+from tests.simulation.compiled import (
+    CARRIED,
+    COMPUTE,
+    OFFLOAD,
+    OPS,
+    POINT_OF,
+    RECEIVE,
+    RELOAD,
+    RESIDUAL,
+    TAKE_LOG,
+    Compiled,
+    parts_of,
+    with_copies,
+)
 from tests.simulation.replica import Replica
 
 if TYPE_CHECKING:
@@ -46,10 +59,11 @@ class Executor:
         self.replicas: dict[Slot, Replica] = {}
         self.values: dict[int, Any] = {}
         self.lasting: set[int] = set()  # values that stay until the commit
+        self.away: set[int] = set()  # residuals on the host
         self.votes: list[SlotVote] = []
         self.reduced: dict[int, Any] = {}
         self.runs = False  # inside a program
-        self.actions, self.steps = _NO_PROGRAM
+        self.actions, self.steps, _ = _NO_PROGRAM
         self.cursor = self.begun = self.parted = 0
         self.is_formed = False  # the group
         self.group = -1  # the number of the newest group that it has entered
@@ -87,8 +101,15 @@ class Executor:
 
     def enter(self, share: Compiled) -> None:
         """Begins its share of a program."""
-        self.actions, self.steps = share
+        self.actions, self.steps, _ = share
         self.whole = set()
+        if self.case.copy_time and not any(code in (OFFLOAD, RELOAD) for code, *_ in share.actions):
+            there: dict[bool, set[tuple[int, int, int]]] = {True: set(), False: set()}
+            for key in self.values:
+                kind, *stash = parts_of(key)
+                if kind == RESIDUAL:
+                    there[key in self.away].add((stash[0], stash[1], stash[2]))
+            self.actions = with_copies(share, self.ownership, self.case.copy_time, there[False], there[True])
 
     def begin_program(self) -> None:
         """Runs its program from the beginning."""
@@ -279,5 +300,5 @@ class Executor:
             self.world.judge.stepped(self, replica)
         self.step += 1
         self.replicas = {slot: replica for slot, replica in self.replicas.items() if replica.version == self.step}
-        self.values, self.lasting, self.reduced = {}, set(), {}
+        self.values, self.lasting, self.away, self.reduced = {}, set(), set(), {}
         self.inbox, self.ahead = self.ahead, {}

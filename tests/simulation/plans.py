@@ -39,6 +39,7 @@ def next_program(
     leaving: tuple[int, ...],
     wanted: tuple[int, ...],
     hosts: tuple[int, ...],
+    copy_time: float,
 ) -> tuple[Ownership, bool, dict[int, Compiled]]:
     """Returns the ownership after a step of a recovery, whether it heals, and each worker's share of its program."""
     after = healed(ownership, redundancy, level, members, leaving, wanted, hosts)
@@ -48,15 +49,21 @@ def next_program(
         for worker in after.shadows_of(*slot)
         if worker not in ownership.replicas(*slot)
     ]
-    return after, bool(new), shares_of(schedule, after, redundancy, frozenset(new), log_every)
+    return after, bool(new), shares_of(schedule, after, redundancy, frozenset(new), log_every, copy_time)
 
 
 @lru_cache(maxsize=4096)
 def shares_of(
-    schedule: str, ownership: Ownership, redundancy: Redundancy, healing: frozenset[tuple[int, Slot]], log_every: int
+    schedule: str,
+    ownership: Ownership,
+    redundancy: Redundancy,
+    healing: frozenset[tuple[int, Slot]],
+    log_every: int,
+    copy_time: float,
 ) -> dict[int, Compiled]:
     """Returns each worker's share of the program of a whole step."""
-    return compiled(build_program(schedule, ownership, redundancy, healing, log_every), ownership)
+    program = build_program(schedule, ownership, redundancy, healing, log_every, None, copy_time or None)
+    return compiled(program, ownership)
 
 
 @lru_cache(maxsize=4096)

@@ -189,6 +189,8 @@ class Worker(Joining):
     def count(self, output: outputs.CountHeld) -> Answer:
         """Lists what it holds."""
         take_arrived(self)
+        if self.leaves:
+            self.away = set()  # to send them it takes all back
         self.holds = inventory_of(self, offers=self.leaves)
         if self.number not in self.world.members:
             self.world.turns.add("waiting worker becomes a member")
@@ -206,7 +208,7 @@ class Worker(Joining):
         if self.replicas:
             raise Violation(f"worker {self.number} skips step {self.step}, and holds {[*self.replicas]}")
         self.step = output.step
-        self.values, self.lasting = {}, set()
+        self.values, self.lasting, self.away = {}, set(), set()
         return None
 
     def leave_group(self, output: outputs.LeaveGroup) -> Answer:
@@ -341,7 +343,7 @@ class Worker(Joining):
         how = (output.schedule or case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
         self.next_step = (
             self.planned_at(),
-            next_program(*how, output.members, output.leaving, output.wanted, output.hosts),
+            next_program(*how, output.members, output.leaving, output.wanted, output.hosts, case.copy_time),
         )
         return None
 
@@ -497,7 +499,8 @@ class Worker(Joining):
 def whole_step(world: World, ownership: Ownership, schedule: str = "") -> dict[int, Compiled]:
     """Returns every worker's share of the program of a whole step."""
     case = world.case
-    return shares_of(schedule or case.schedule, ownership, case.redundancy, frozenset(), case.log_every)
+    how = (schedule or case.schedule, ownership, case.redundancy, frozenset[tuple[int, Slot]]())
+    return shares_of(*how, case.log_every, case.copy_time)
 
 
 def _number_of(epoch: int, attempt: int = 0) -> int:

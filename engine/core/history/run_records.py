@@ -442,6 +442,19 @@ class RedoneRecord(StampedRecord):
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLinkRecord(StampedRecord):
+    """The writing worker copied `bytes` of residuals to its host and back in a step; each took `copy_time` forwards.
+
+    All copies together took `busy_ns`. It is written once, behind the second step that has copies.
+    """
+
+    step: int
+    bytes: int
+    busy_ns: int
+    copy_time: float
+
+
 # The records of a run about the memory and the load of its devices.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord(StampedRecord):

@@ -28,6 +28,7 @@ from engine.core.action import (
     Program,
     make_action,
 )
+from engine.core.errors import required
 from engine.core.program.dry_run import Cost, HostLink, peak_stash, unit_costs
 
 _SLACK = 0.01
@@ -71,7 +72,8 @@ def line_with_offloads(
     line, num_here = tuple(actions), len(here)
     cost = with_copy_times(copy_time)
     length = _length(line, cost, num_here)
-    low, high, best = _LEAST, peak_stash(line, num_here), line
+    best = line if not away else required(_placed(line, _ALL, here, away, _RULES[0]), "nothing has to leave")
+    low, high = _LEAST, peak_stash(best, num_here)
     while low < high:
         limit = (low + high) // 2
         placed = [_placed(line, limit, here, away, rule) for rule in _RULES]
@@ -109,7 +111,9 @@ class _Placing:
     def __init__(
         self, line: Sequence[Action], limit: int, here: Collection[Stash], away: Collection[Stash], rule: _Rule
     ):
-        self._line, self._limit, self._away = line, limit, set(away)
+        self._line, self._limit = line, limit
+        self._to_make = {_stash(action) for action in line if action.op in FORWARD_OPS}  # also again, in a recovery
+        self._away = set(away) - self._to_make
         self._newest, self._ahead = rule
         self._forwards = [*accumulate((action.op in FORWARD_OPS for action in line), initial=0)]  # before a position
         self._use: dict[Stash, int] = {}  # the position of the backward, or its part for the input
@@ -151,9 +155,10 @@ class _Placing:
             if following in self._away and not self._comes(following, position, wanted, more=is_forward):
                 break
         if is_forward:
-            if not self._makes_room(1, wanted):
+            if not self._makes_room(stash not in self._here, wanted):
                 return False
             self._here.add(stash)
+            self._to_make.discard(stash)
         elif is_used:
             self._here.discard(stash)
             self._pending |= {stash} & self._halves
@@ -177,7 +182,7 @@ class _Placing:
         too_many = len(self._here) + len(self._pending) + num - self._limit
         if too_many <= 0:
             return True
-        free = self._here - self._returned - set(wanted)
+        free = self._here - self._returned - self._to_make - set(wanted)
         may_leave = sorted(free, key=lambda stash: (self._use.get(stash, inf), stash), reverse=True)
         if len(may_leave) < too_many:
             return False

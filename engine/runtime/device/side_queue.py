@@ -32,6 +32,10 @@ class QueueMoment:
         if self.of is not None:
             torch.cuda.current_stream(device.place).wait_event(self.of)
 
+    def ns_until(self, end: QueueMoment) -> int:
+        """Returns the nanoseconds to a later moment of the same side queue that has come; 0 on the host."""
+        return 0 if self.of is None or end.of is None else int(self.of.elapsed_time(end.of) * 1e6)
+
     def has_come(self) -> bool:
         """Returns whether all work before the moment is done; never waits."""
         return self.of is None or self.of.query()
@@ -86,7 +90,7 @@ class SideQueue:
         """Returns the current moment of this queue."""
         if self._stream is None:
             return QueueMoment(None)
-        return QueueMoment(self._stream.record_event(torch.cuda.Event(blocking=True)))
+        return QueueMoment(self._stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True)))
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns uninitialized memory of this queue."""

@@ -12,6 +12,7 @@ backward of the user keeps its tensors.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,25 +44,41 @@ class _Direction:
         self._device = device
         self._queue = None if device.is_host else SideQueue(device)
         self._thread = ThreadPoolExecutor(1) if device.is_host else None
+        self._took: list[tuple[int, int]] = []  # bytes and nanoseconds
+        self._moments: list[tuple[int, QueueMoment, QueueMoment]] = []  # bytes, begin and end
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: _Moment | None) -> _Moment:
         """Starts copies, once the work enqueued so far is done and `after` has come; returns when they are over."""
         if self._thread is not None:
-            return self._thread.submit(_copy, targets, sources, after)
+            return self._thread.submit(self._copy_timed, targets, sources, after)
         queue = required(self._queue, "a GPU has queues")
         queue.behind(moment_now(self._device))
         if isinstance(after, QueueMoment):
             queue.behind(after)
+        begin = queue.moment()
         with queue.given():
-            _copy(targets, sources, None)
-        return queue.moment()
+            num_bytes = _copy(targets, sources)
+        self._moments.append((num_bytes, begin, end := queue.moment()))
+        return end
+
+    def _copy_timed(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: _Moment | None) -> None:
+        if isinstance(after, Future):
+            after.result()
+        start_ns = time.monotonic_ns()
+        self._took.append((_copy(targets, sources), time.monotonic_ns() - start_ns))
+
+    def times(self) -> list[tuple[int, int]]:
+        """Returns the bytes and the nanoseconds of the copies since the last call that are over."""
+        over = [each for each in self._moments if each[2].has_come()]
+        took = [*self._took, *((num_bytes, begin.ns_until(end)) for num_bytes, begin, end in over)]
+        self._took, self._moments = [], []
+        return took
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor], after: _Moment | None) -> None:
-    if after is not None and isinstance(after, Future):
-        after.result()
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=True)
+    return sum(source.nbytes for source in sources)
 
 
 class _View(NamedTuple):
@@ -164,6 +181,11 @@ class _OffloadedResidual:
         self.storages.here = [torch.empty(each.nbytes, dtype=torch.uint8, device=place) for each in self.storages.away]
         self.back = into.copy(self.storages.here, self.storages.away, self.left)
 
+    def await_copies(self) -> None:
+        """Waits for all copies, whose memory is free when this goes."""
+        self._wait(self.left)
+        self._wait(self.back)
+
     def settle(self) -> Residual:
         """Waits for the copy back, and returns the residual as it was."""
         self._wait(self.back)
@@ -212,6 +234,11 @@ class ResidualOffloads:
         """Returns a forward that waits until there is room for its residual."""
 
         def forward(action: Action, step: int) -> None:
+            stash, stage = self._at(action)
+            if stash in self._moved:  # a recovery makes it again
+                self._moved.pop(stash).await_copies()
+                stage.away.pop(action.microbatch, None)
+                self._leaving = deque(each for each in self._leaving if each != stash)
             self._make_room()
             method(action, step)
 
@@ -234,15 +261,24 @@ class ResidualOffloads:
             self._make_room()
             self._come(stash)
 
+    def copy_times(self) -> list[tuple[int, int]]:
+        """Returns the bytes and the nanoseconds of the copies since the last call."""
+        return [*self._out.times(), *self._into.times()]
+
     def clear(self) -> None:
         """Forgets all residuals, at the end of a step."""
         self._leaving.clear()
-        self._moved.clear()
+        while self._moved:
+            self._moved.popitem()[1].await_copies()
 
     def _settled(self, stash: Stash) -> Residual:
         if self._moved[stash].back is None:  # a recovery, or a hand-over, has other plans
             self._come(stash)
-        return self._moved.pop(stash).settle()
+        residual, (pipeline, stage, microbatch) = self._moved.pop(stash).settle(), stash
+        residuals = self._replicas.stages[pipeline, stage].residuals
+        if microbatch in residuals:  # it was read in order to send it, and may be used here after all
+            residuals[microbatch] = residual
+        return residual
 
     def _come(self, stash: Stash) -> None:
         while stash in self._leaving:

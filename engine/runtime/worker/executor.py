@@ -18,7 +18,7 @@ from functools import partial
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, STASH_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.history.run_records import RedoneRecord, TensorsRecord
+from engine.core.history.run_records import HostLinkRecord, RedoneRecord, TensorsRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.compute_times import BORDER_OPS, ComputeTimes
@@ -136,6 +136,7 @@ class Executor:
         self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
         self.end = StepEnd(context)
         self.offloads = ResidualOffloads(context.replicas, self.value_store)
+        self._steps_with_copies = 0
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         held = context.replicas, self.value_store, self.streams, self.end.entries
         self._census = TensorCensus(*held, self._write)
@@ -304,9 +305,23 @@ class Executor:
             replicas.drop(slot)  # it has not taken the step: no worker can use it
         if any(stage in (0, self.context.job.slots - 1) for _, stage in replicas.stages):
             self._loader.follow(self.step)
+        self._tell_of_link(self.offloads.copy_times())
         self.forget_step()
         self._census.end_step(self.step)
         self.step += 1
+
+    def _tell_of_link(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Records what the copies of a step to the host and back took, once."""
+        self._steps_with_copies += bool(copies)
+        if not copies or self._steps_with_copies != _STEADY:
+            return
+        forwards_ns = [self._times.forward_ns(slot) for slot in self._worker_program.owned]
+        busy_ns = sum(took for _, took in copies)
+        copy_time = busy_ns * len(forwards_ns) / len(copies) / max(1, sum(forwards_ns))
+        num_bytes = sum(size for size, _ in copies)
+        self.context.recorder.write(
+            HostLinkRecord(step=self.step, bytes=num_bytes, busy_ns=busy_ns, copy_time=copy_time)
+        )
 
     def begin_at(self, step: int) -> None:
         """Goes on to another open step; no replica is here."""
@@ -445,5 +460,6 @@ class Executor:
         self._receiver.begin()
 
 
+_STEADY = 2  # of the steps with copies, the first that is like the others
 # These ops wait for no other process: a worker that stays inside one of them hangs.
 _BUSY_OPS = COMPUTE_OPS | {Op.STEP}
