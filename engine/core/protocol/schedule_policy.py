@@ -72,7 +72,7 @@ def measured(job: Job, state: State, times: WorkerTimes) -> Profile | None:
 def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     """Returns the schedule that is better than that in use, as a wish has it, and why; None if there is none."""
     using = state.schedule or job.schedule
-    if not owners_compute(using, job.grid, state.owners).is_scheduled:
+    if len({*state.owners}) < job.most_workers or not owners_compute(using, job.grid, state.owners).is_scheduled:
         return None
     length = {"": length_of(_lists(job, job.schedule), profile)}
     placement = placement_of(using, job.placement if not state.schedule else "auto")
@@ -88,7 +88,7 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     elif length[quickest] > (1 - LEAST_GAIN) * now:
         return None
     slowest = max(range(len(profile.transfer)), key=profile.transfer.__getitem__, default=0)
-    edge = f"; a transfer from stage {slowest} takes {1000 * max(profile.transfer, default=0.0):.3g} ms"
+    edge = f"; a transfer from {job.slot_noun} {slowest} takes {1000 * max(profile.transfer, default=0.0):.3g} ms"
     told = f"by the measured times a step takes {1000 * length[quickest]:.3g} ms instead of {1000 * now:.3g}{edge}"
     return quickest, told
 
