@@ -16,7 +16,8 @@ from engine.core.program.dry_run import dry_run
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import merged_compute
 from engine.core.protocol import assignment
-from engine.core.protocol.assignment import Assignment, MeasuredFacts, assign, runs_of, step_time
+from engine.core.protocol.assignment import Assignment, assign, runs_of, step_time
+from engine.core.protocol.measured_facts import MeasuredFacts
 
 MB = 10**6
 
@@ -237,6 +238,8 @@ def test_slots_move_only_if_a_hundred_steps_pay_for_it() -> None:
     assert moves.owners.count(1) < 4
     assert ", 200 MB are copied: " in moves.why or ", 100 MB are copied: " in moves.why
     assert ", which pays in 1 step" in moves.why
+    rate = assign(ownership, [0, 1], seconds(grid, 0.01, speed=slow, bytes_per_s=2e9)).why
+    assert " are copied, at 2 GB/s as the last ones: " in rate
     stays = assign(ownership, [0, 1], seconds(grid, 0.01, speed=slow, bytes_per_s=1e6))
     assert stays.owners == ownership.owners
     assert "would not pay for the move in 100 steps" in stays.why

@@ -8,7 +8,8 @@ from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.ballot import SlotVote, VoteMessage
-from engine.core.protocol.assignment import BYTES_PER_S, PAUSE_S, MeasuredFacts, assign
+from engine.core.protocol.assignment import assign
+from engine.core.protocol.measured_facts import BYTES_PER_S, PAUSE_S, MeasuredFacts
 from engine.core.protocol.worker_times import (
     MoveCosts,
     WorkerTimes,

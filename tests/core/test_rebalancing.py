@@ -87,3 +87,11 @@ def test_a_leaver_loses_its_blocks_though_times_alone_would_not_move_them() -> N
     leaving = told(trains(), Notice(5, 1, 60_000_000_000))
     found = wish(Rebalancing((0, 2)), JOB, leaving, 8, SETTLED).wanted
     assert found is not None and found.owners == (0,) * 6 + (2,) * 6
+
+
+def test_the_policy_is_asked_once_about_another_schedule() -> None:
+    asked = wish(Rebalancing(()), JOB, trains(), 7).asked
+    changed = trains()._replace(schedule="zb1p")
+    again = wish(asked, JOB, changed, 8)
+    assert (again.why != "", again.asked.schedule) == (True, "zb1p")
+    assert wish(again.asked, JOB, changed, 9).why == ""

@@ -110,8 +110,6 @@ def test_another_placement_moves_slots_and_a_merged_one_moves_nothing() -> None:
         (replace(V, microbatches=2, schedule="zbv"), "dualpipev", "microbatches: expected a whole number >= 4"),
         (Job(stages=3), "zb1", "did you mean 'zb1p'"),
         (Job(stages=3), "own", "another one than that of the run"),
-        (Job(stages=3, blocks=2), "zb1p", "own, 1f1b, eager-1f1b, gpipe"),
-        (replace(V, fsdp=1, pipelines=2, redundancy="none"), "zbv", "shards keep their owners"),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused_with_those_that_do(job: Job, name: str, words: str) -> None:

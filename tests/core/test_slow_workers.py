@@ -9,7 +9,8 @@ import pytest
 
 from engine.core.ownership import Grid, Ownership
 from engine.core.protocol import worker_times
-from engine.core.protocol.assignment import MeasuredFacts, assign, step_time
+from engine.core.protocol.assignment import assign, step_time
+from engine.core.protocol.measured_facts import MeasuredFacts
 from engine.core.protocol.rebalancing import QUIET_STEPS, Rebalancing, after_assignment, is_due
 from engine.core.protocol.worker_times import Compute, PaceChange, Paces, after_step, members_only, speeds
 

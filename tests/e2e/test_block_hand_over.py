@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.core.action import COMPUTE_OPS, parse_action
 from engine.core.errors import ExitCode
 from engine.core.job.job import Job
-from engine.core.ownership import Grid
+from engine.core.ownership import Grid, Ownership
+from engine.core.program.teams import teams_of
 from engine.runtime.process.fork_client import ForkServer
 from tests.core.test_assignment import makespan
 from tests.e2e.kill_runs import Runs, outcome_of
@@ -65,6 +67,32 @@ def test_the_blocks_of_a_leaver_go_to_both_neighbours(
     assert set(ran.values()) == {1}
     assert len(ran) == job.steps * 2 * job.slots * job.microbatches
     assert outcome_of(ending.view.run_state) == runs.twin(replace(job, blocks=1, elastic=False))
+
+
+V = {"stages": 6, "stages_per_worker": 2, "schedule": "zbv", "blocks": 2}
+SHARDS = {"stages": 2, "blocks": 6, "pipelines": 2, "fsdp": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "moments"),
+    [
+        pytest.param(V, ["2:5:F:3"], id="v"),
+        pytest.param(SHARDS, ["2:5:F:3", "9:9:F:3@1"], id="fsdp", marks=pytest.mark.soak),
+    ],
+)
+def test_blocks_are_dealt_anew_when_workers_die(
+    tmp_path: Path, server: ForkServer, fields: dict[str, Any], moments: list[str]
+) -> None:
+    """The two workers that are left have the runs of the schedule again, and it orders their steps."""
+    runs, job = Runs(tmp_path, server), replace(TIMED, elastic=True, steps=30, **fields)
+    ending, events = runs.run(job, [fault(moment, job, "kill") for moment in moments])
+    assert (ending.outcome, ending.error) == ("finished", None)
+    owners = [event["owners"] for event in events if event["event"] == "epoch"][-1]
+    assert len({*owners}) == 2
+    assert len(teams_of(job.schedule, Ownership(job.grid, tuple(owners)))) == job.pipelines
+    last = {event["action"] for event in events if event["event"] == "action" and event["step"] == job.steps - 1}
+    assert "0I3" in last if job.schedule == "zbv" else any("RESHARD" in each for each in last)
+    assert outcome_of(ending.view.run_state) == runs.twin(replace(job, blocks=1, fsdp=0, elastic=False))
 
 
 @pytest.mark.soak

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import pytest
 
 from engine.core.errors import ExitCode
-from engine.core.ownership import Grid
+from engine.core.job.job import Job
+from engine.core.ownership import Grid, Ownership
+from engine.core.program.dry_run import dry_run
+from engine.core.program.owners import owners_program
 from tests.core.test_assignment import makespan
 from tests.e2e.launcher import Launcher
 from tests.e2e.test_block_hand_over import LONGEST
@@ -135,6 +140,47 @@ def test_eight_workers_become_four_and_eight_again(launch: Launch) -> None:
     assert [size for size, _ in units] == [8, 7, 6, 5, 4, 5, 6, 7, 8]
     assert all(found <= MOST_UNITS * LONGEST[size] for size, found in units), units
     assert all(command.wait(60).code == 0 for command in commands)
+
+
+# Two workers with eight layers each, or two pipelines of one worker.
+TWO: dict[str, dict[str, Any]] = {
+    "1f1b": {"stages": 2, "blocks": 8},
+    "interleaved": {"schedule": "interleaved", "stages": 4, "stages_per_worker": 2, "blocks": 4},
+    "zbv": {"schedule": "zbv", "stages": 4, "stages_per_worker": 2, "blocks": 4},
+    "fsdp": {"stages": 1, "blocks": 16, "pipelines": 2, "fsdp": 1},
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_workers_become_eight_and_three(launch: Launch, name: str) -> None:
+    """The weights are those of the twin. Prints how long the steps of eight and of three take beside the dry run."""
+    job = Job(**{"microbatches": 8, "elastic": True, **TWO[name]})
+    words = [f"--set={field}={value}" for field, value in TWO[name].items()]
+    words += [f"--set=model_args.{each}" for each in ("layers=16", "forward_ms=4", "backward_ms=8")]
+    words += ["--set=model=timed", "--set=microbatches=8", "--elastic", "--steps", "150", "--kill", "149:0", "--json"]
+    run = launch("run", *words)
+    run.wait_until(lambda: run.events("commit"))
+    commands = [joined(launch, run) for _ in range(6)]
+    settled = []
+    for count in (8, 3):
+        run.wait_until(lambda number=count: len({*run.events("epoch")[-1]["owners"]}) == number, 200)
+        settled.append((tuple(run.events("epoch")[-1]["owners"]), run.events("commit")[-1]["step"]))
+        until_step(run, run.events("commit")[-1]["step"] + 10)
+        for command in commands[:5] if count == 8 else ():
+            leave(run, command)
+    done = run.wait(900)
+    assert done.code == 0, done.stderr
+    (comparison,) = run.events("comparison")
+    assert (comparison["difference"], comparison["compared"]) == (None, 150)
+    taken, moved = steps_s(run), Counter[int]()
+    for each in run.events("moved"):
+        moved[each["step"]] += each["bytes"]
+    for owners, step in settled:
+        whole = owners_program(job.schedule, job.grid, owners).whole()
+        units = 0.004 * dry_run(whole, Ownership(job.grid, owners)).makespan
+        took = median(taken[step + more] for more in range(2, 9))
+        print(f"{name}: {len({*owners})} owners, {units:.3f} s by the dry run, {took / units:.3f} times as long")
+    print({step: f"{size} bytes, {size / taken[step] / 1e9:.4f} GB/s" for step, size in moved.items() if step in taken})
 
 
 def held(run: Launcher) -> dict[str, dict[str, float]]:

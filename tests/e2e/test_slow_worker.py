@@ -46,7 +46,7 @@ def test_a_slow_worker_is_told_and_an_elastic_job_relieves_it(
     moved = [event for event in events if event["event"] == "policy" and event["owners"]]
     if elastic:
         assert (owned[-1], len(moved)) == (1, 1)
-        assert " are copied: " in moved[0]["why"], "the sizes of blocks are known"
+        assert " are copied" in moved[0]["why"], "the sizes of blocks are known"
     else:
         assert (owned, moved) == ([4], [])
     awake = {**TIMED.model_args, "forward_ms": 0, "backward_ms": 0}

@@ -75,6 +75,7 @@ def churn_case(number: int) -> Case:
         again=rng.choice((0, 0, 2, 10)),
         waiting=rng.choice((0, 1, 1, 2, 3)),
     )
+    case = _under_another_schedule(case, Random(f"schedule in churn {number}"))  # noqa: S311
     streams = case.redundancy in ("lazy", "eager") and rng.random() < 0.2
     return replace(
         case,
@@ -87,6 +88,16 @@ def churn_case(number: int) -> Case:
         faults=tuple(_strikes(case, rng)),
         deaths=tuple(rng.randint(1, _MOST_REACHED) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))),
     )
+
+
+def _under_another_schedule(case: Case, rng: Random) -> Case:
+    """Returns a case with blocks, and as many workers, under a schedule with an order of its own; half of them."""
+    if case.blocks == 1 or rng.random() < 0.5:
+        return case
+    if rng.random() < 0.3:
+        return replace(case, schedule=rng.choice(("zb1p", "zb2p")))
+    schedule = rng.choice(("interleaved", "zb1p", "zbv", "v-half", "looped-bfs"))
+    return replace(case, schedule=schedule, stages_per_worker=2, blocks=case.blocks // 2)
 
 
 def _strikes(case: Case, rng: Random) -> Iterator[Fault]:

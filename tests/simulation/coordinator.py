@@ -47,11 +47,13 @@ def job_of(
     early_stop: bool = False,
     predicts: bool = False,
     residuals: Any = "recompute",
+    stages_per_worker: int = 1,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
         schedule=schedule,
         stages=stages // blocks,
+        stages_per_worker=stages_per_worker,
         blocks=blocks,
         elastic=elastic,
         fsdp=fsdp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from engine.core.program import passes
 from engine.core.protocol.state import Phase
 from tests.simulation import plans
 from tests.simulation.case import Case
+from tests.simulation.churn import churn_case
 from tests.simulation.planting import all_well, caught
 from tests.simulation.schedules import (
     hand_overs,
@@ -21,6 +23,7 @@ from tests.simulation.schedules import (
     startup_deaths,
     take_overs,
 )
+from tests.simulation.world import ASKED
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -49,6 +52,14 @@ def test_random_histories() -> None:
     cases = (random_case(number) for number in range(RANDOM * 8))
     wanted = [each for each in cases if each.pipelines > 1 and each.blocks == 1 and each.redundancy in ("lazy", "none")]
     assert len(all_well(replace(each, fsdp=1) for each in wanted[:RANDOM])) == RANDOM
+
+
+def test_shards_move_while_workers_come_and_go() -> None:
+    cases = (churn_case(number) for number in range(4 * RANDOM))
+    wanted = [each for each in cases if each.pipelines > 1 and each.redundancy in ("lazy", "none") and each.elastic]
+    histories = all_well(replace(each, fsdp=1, waiting=2, joining=1) for each in wanted[: RANDOM // 4])
+    turns = Counter(turn for history in histories for turn in history.turns)
+    assert min(turns[ASKED], turns["prepared hand-over is taken"]) > RANDOM // 12, turns
 
 
 def test_a_heal_that_does_not_mind_gathers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ process waits for it: after a failed transfer, while a worker is stopped, and wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache
 from heapq import heappop, heappush
 from random import Random
@@ -112,6 +111,7 @@ class World:
             case.early_stop,
             case.predicts,
             case.residuals,
+            case.stages_per_worker,
         )
         self.grid = grid
         self.members = self.ownership.workers()
@@ -460,8 +460,7 @@ class World:
             self.coordinator.take(WantedOwners, self.wished, "a test")
         elif fault.kind == USE:
             schedule = self.schedules[fault.length % len(self.schedules)]
-            job = replace(self.job, stages_per_worker=self.case.stages_per_worker)
-            owners = placed_owners(job, schedule, self.membership.owners)
+            owners = placed_owners(self.job, schedule, self.membership.owners)
             self.coordinator.take(WantedSchedule, schedule, "a test", owners)
         elif fault.kind == CRAMP:
             self.coordinator.take(MemoryShortage, self.cramped(fault.length))
@@ -469,10 +468,6 @@ class World:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that fit the case; the first one is its own."""
-        if self.case.fsdp and self.case.stages_per_worker > 1:
-            return "", "interleaved-flexible"  # shards keep their owners
-        if self.case.blocks > 1:
-            return "", "gpipe", "eager-1f1b"
         return ("", *_SCHEDULES[self.case.stages_per_worker > 1])
 
     def cramped(self, number: int) -> dict[int, str]:

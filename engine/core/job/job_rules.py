@@ -203,7 +203,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     if not 0 <= job.ema < 1:
         problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*_check_directions(job), *_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
+    problems += [*_check_directions(job), *_check_blocks(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *metric_problems(job)]
     problems += argument_problems("predict_args", PREDICT_ARGUMENTS, job.predict_args, all_of=False)
@@ -235,37 +235,10 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     return problems
 
 
-def _check_single_slots(job: Job) -> list[Problem]:
-    """Blocks, standbys and the elastic policy take over slots one by one."""
-    problems = []
+def _check_blocks(job: Job) -> list[Problem]:
     if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
-        problems.append(Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks)))
-    fields = {"blocks": ("1", job.blocks > 1), "elastic": ("false", job.elastic), "standby": ("0", job.standby > 0)}
-    for field, (default, is_set) in fields.items():
-        for obstacle, hint in no_blocks(job) if is_set else ():
-            value = str(getattr(job, field)).lower()
-            problems.append(Problem(field, f"{default} with {obstacle}", value, hint))
-    return problems
-
-
-def no_blocks(job: Job) -> list[tuple[str, str]]:
-    """Returns what prevents slots from being taken over one by one, each with the reason.
-
-    That needs a replica of each slot, and an order of actions in which a stage may be a run of blocks.
-    """
-    order = "its order of actions is made for one slot per stage"
-    schedule = SCHEDULES.get(job.schedule)
-    obstacles = []
-    if job.fsdp:
-        obstacles.append(("fsdp", "shards lie over whole stages, which keep their owners until one dies"))
-    if job.stages_per_worker > 1:
-        obstacles.append((f"stages_per_worker {job.stages_per_worker}", order))
-    if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
-        obstacles.append(("a schedule of one's own", order))
-    elif schedule is not None and not schedule.takes_blocks:
-        fitting = ", ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
-        obstacles.append((f"schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
-    return obstacles
+        return [Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks))]
+    return []
 
 
 def _check_directions(job: Job) -> list[Problem]:

@@ -25,7 +25,7 @@ from engine.core.program.passes import (
 )
 from engine.core.program.plan_repair import Baseline, baseline_of
 from engine.core.program.schedule_csv import is_text, named_pairs, rows_from_csv, rows_to_csv
-from engine.core.program.schedules import SCHEDULES, IsPair, of_kind, with_pairs_together
+from engine.core.program.schedules import SCHEDULES, IsPair, in_blocks, of_kind, with_pairs_together
 
 
 def build_program(
@@ -56,14 +56,15 @@ def build_program(
         if redundancy == "eager":
             program = with_redundant_forwards(program, ownership, healing=healing)
         if grid.fsdp:
+            most = grid.fsdp * compute.most_blocks
             is_scheduled = compute.is_scheduled
-            program = with_unshards(program, grid.fsdp) if is_scheduled else with_whole_stages(program, ownership)
+            program = with_unshards(program, most) if is_scheduled else with_whole_stages(program, ownership)
         program = with_transfers(program, ownership)
     else:
         of_owners = owners_program(schedule, grid, owners)
         program = of_owners.whole() if asked == workers else of_owners
     program = {worker: program.get(worker, ()) for worker in asked}
-    if compute.is_scheduled and (is_pair := pairs_in(schedule)):
+    if compute.is_scheduled and (is_pair := pairs_in(schedule, grid.blocks)):
         program = with_pairs_together(program, is_pair)
     program = with_streams(program, ownership, log_every, healing)
     program = with_offloads({worker: program[worker] for worker in wanted}, copy_time)
@@ -90,11 +91,14 @@ def _runs_forwards_first(actions: Iterable[Action]) -> bool:
     return all(are_forwards[: sum(are_forwards)])
 
 
-def pairs_in(schedule: str) -> IsPair | None:
+def pairs_in(schedule: str, blocks: int = 1) -> IsPair | None:
     """Returns which actions a schedule, a name or CSV, wants run at once; None if it wants none."""
     if not is_text(schedule):
         return of_kind(kind) if (kind := SCHEDULES[schedule].overlaps) else None
-    named = {(first, second) for _, _, first, second in named_pairs(schedule)}
+    named = {
+        (in_blocks((first,), blocks)[-1], in_blocks((second,), blocks)[0])
+        for _, _, first, second in named_pairs(schedule)
+    }
     return (lambda first, second: (first._replace(pipeline=0), second._replace(pipeline=0)) in named) if named else None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Va
 from dataclasses import dataclass
 from functools import lru_cache
 
-from engine.core.action import Program, make_action
+from engine.core.action import Program
 from engine.core.errors import ensure
 from engine.core.ownership import Grid, Ownership, directions_of, worker_of
 from engine.core.program.dependencies import peers_of
@@ -21,18 +21,20 @@ from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import merged_compute
 from engine.core.program.schedule_csv import is_text, lists_from_csv
 from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists, in_blocks
+from engine.core.program.teams import in_pipeline, is_in_list_order, teams_of
 
 
 @dataclass(frozen=True, slots=True)
 class OwnersCompute:
     """The compute actions of each owner; `is_scheduled` says whether the schedule orders them, not the list scheduler.
 
-    A line is made anew each time.
+    `most_blocks` are those of the longest stage. A line is made anew each time.
     """
 
     workers: tuple[int, ...]
     line_of: Callable[[int], ComputeList]
     is_scheduled: bool
+    most_blocks: int = 1
 
     def program(self) -> Program:
         """Returns the lines of all owners."""
@@ -45,8 +47,7 @@ def owners_compute(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Owners
     ownership = Ownership(grid, owners)
     list_at = _lists(schedule, ownership)
     if list_at is None:
-        merged = merged_compute(ownership)
-        return OwnersCompute(tuple(merged), merged.__getitem__, is_scheduled=False)
+        return _in_teams(schedule, ownership) or _merged(ownership)
     places = {
         ownership.owner(pipeline, stage): (place, pipeline)
         for place, stage in enumerate(list_at.first_stages)
@@ -55,9 +56,28 @@ def owners_compute(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Owners
 
     def line(worker: int) -> ComputeList:
         place, pipeline = places[worker]
-        return _in_pipeline(list_at.make_list(place), pipeline)
+        return in_pipeline(list_at.make_list(place), pipeline)
 
-    return OwnersCompute(tuple(sorted(places)), line, is_scheduled=True)
+    return OwnersCompute(tuple(sorted(places)), line, is_scheduled=True, most_blocks=grid.blocks)
+
+
+def _in_teams(schedule: str, ownership: Ownership) -> OwnersCompute | None:
+    teams = () if is_in_list_order(schedule, ownership.grid) else teams_of(schedule, ownership)
+    team_of = {worker: team for team in teams for worker in team.workers}
+    if not team_of:
+        return None
+    microbatches = ownership.grid.microbatches
+
+    def line(worker: int) -> ComputeList:
+        return team_of[worker].line_of(schedule, worker, microbatches)
+
+    most_blocks = max(len(run) for team in teams for stages in team.stages for run in stages)
+    return OwnersCompute(tuple(sorted(team_of)), line, is_scheduled=True, most_blocks=most_blocks)
+
+
+def _merged(ownership: Ownership) -> OwnersCompute:
+    merged = merged_compute(ownership)
+    return OwnersCompute(tuple(merged), merged.__getitem__, is_scheduled=False)
 
 
 class OwnersProgram(Mapping[int, ComputeList]):
@@ -133,7 +153,7 @@ def _lists(schedule: str, ownership: Ownership) -> _Lists | None:
     if len({worker for team in teams for worker in team}) * directions != grid.pipelines * num_workers:
         return None
     if is_text(schedule):
-        lists = lists_from_csv(schedule)
+        lists = [in_blocks(line, grid.blocks) for line in lists_from_csv(schedule)]
         make: Callable[[int], ComputeList] = lists.__getitem__
         stages = [{action.stage for action in line} for line in lists]
     else:
@@ -164,11 +184,5 @@ def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
         for line in lists:
             worker = ownership.owner(pipeline + line[0].pipeline, line[0].stage)
             ensure(worker not in program, f"worker {worker} owns the stages of two lists")
-            program[worker] = _in_pipeline(line, pipeline)
+            program[worker] = in_pipeline(line, pipeline)
     return dict(sorted(program.items()))
-
-
-def _in_pipeline(line: ComputeList, pipeline: int) -> ComputeList:
-    if pipeline == 0:
-        return line
-    return tuple(make_action(stage, op, microbatch, pipeline + way) for stage, op, microbatch, way in line)

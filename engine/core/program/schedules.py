@@ -29,13 +29,18 @@ def in_blocks(line: ComputeList, blocks: int) -> ComputeList:
 
     A worker's actions take as long as before and in the same order, so time and residuals are those of `line`.
     """
-    return line if blocks == 1 else tuple(each for action in line for each in _of_blocks(action, blocks))
+    if blocks == 1:
+        return line
+    return in_runs(line, lambda action: range(action.stage * blocks, (action.stage + 1) * blocks))
 
 
-def _of_blocks(action: Action, blocks: int) -> tuple[Action, ...]:
-    first = action.stage * blocks
-    actions = tuple(action._replace(stage=stage) for stage in range(first, first + blocks))
-    return actions if action.op in FORWARD_OPS else actions[::-1]
+def in_runs(line: ComputeList, run_of: Callable[[Action], range]) -> ComputeList:
+    """Returns a list with each action of a stage as those of a run of blocks, which is the stage for now."""
+    return tuple(
+        action._replace(stage=block)
+        for action in line
+        for block in (run_of(action) if action.op in FORWARD_OPS else reversed(run_of(action)))
+    )
 
 
 class WorkerList:
@@ -497,7 +502,7 @@ class Schedule:
     stages_per_worker: tuple[int, int] = (1, 1)  # least and most
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
     overlaps: Overlap | None = None  # the kind of pairs that `with_pairs_together` makes
-    takes_blocks: bool = False  # whether a stage may be a run of blocks, see `in_blocks`
+    in_list_order: bool = False  # with unequal stages the list scheduler has its order, or a quicker one
 
     def takes(self, stages_per_worker: int) -> bool:
         """Returns whether a worker may have this number of stages."""
@@ -512,9 +517,9 @@ class Schedule:
 
 _ANY = 4096
 SCHEDULES: dict[str, Schedule] = {
-    "1f1b": Schedule(one_f_one_b, takes_blocks=True),
-    "eager-1f1b": Schedule(eager_one_f_one_b, takes_blocks=True),
-    "gpipe": Schedule(gpipe, takes_blocks=True),
+    "1f1b": Schedule(one_f_one_b, in_list_order=True),
+    "eager-1f1b": Schedule(eager_one_f_one_b, in_list_order=True),
+    "gpipe": Schedule(gpipe, in_list_order=True),
     "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
     "interleaved-paired": Schedule(interleaved, stages_per_worker=(2, _ANY), overlaps="OVERLAP_B_F"),

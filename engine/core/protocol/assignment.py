@@ -9,6 +9,12 @@ at which all pieces together reach the end; of all cuts within it, the one that 
 limits move fewer bytes still. So a worker has one run of consecutive slots in a pipeline at most. Where workers or
 pipelines wait for each other in other ways than in a row, borders move by a slot while that is better.
 
+A schedule with an order of its own runs where the runs stand as its stages (`teams_of`). So where the workers can be
+dealt to the pipelines in equal numbers, they are, with the number of runs that the schedule has for so many:
+
+    zbv, 2 workers    0 0 0 0 1 1 1 1 1 1 1 1 0 0 0 0
+    4 workers         0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0
+
 Slots move only if the next hundred steps pay the move back: the price of an ownership is the time of a hundred steps,
 and the time of the hand-over. So a worker keeps the two runs that a death has left it while no move is better. A worker
 whose memory does not suffice for one slot gets none. A slow worker keeps one if the step is little longer for it.
@@ -22,18 +28,22 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
+from engine.core.action import Op
 from engine.core.errors import ensure
-from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.ownership import Grid, Ownership, Slot, directions_of, worker_of
+from engine.core.program.dry_run import makespan_of
+from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import in_flight, starts
+from engine.core.program.schedules import COSTS, SCHEDULES
+from engine.core.program.teams import Team, is_in_list_order, teams_of
+from engine.core.protocol.measured_facts import BYTES_PER_S, UNIT_BACKWARD, UNIT_FORWARD, MeasuredFacts
 from engine.core.texts import counted, numbered, size_text
 
-BYTES_PER_S, PAUSE_S = 1e9, 0.05  # first guesses
 HORIZON_STEPS = 100  # in which a move must have paid
-_UNIT_FORWARD, _UNIT_BACKWARD = 1.0, 2.0
 _LEAST_GAIN = 0.02  # of a step, below which nothing moves of the policy's own will
 _FURTHER_RUN = 0.02  # of a step, for the transfers of each run, which a dry run does not count
 _LOOSER = (1.0, 1.25, 2.0)  # times the least limit
@@ -44,49 +54,6 @@ _HALVINGS = 60
 _MOST_TASKS = 12_000  # in the dry runs of a climb
 
 Owners = tuple[int, ...]  # by place
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredFacts:
-    """The facts that are known; without seconds each stage costs one unit forward and two backward.
-
-    Tuples have one entry per stage, because the slots of a stage are alike in all pipelines. Empty means unknown.
-    """
-
-    forward_s: tuple[float, ...] = ()
-    backward_s: tuple[float, ...] = ()
-    speed: Mapping[int, float] = field(default_factory=dict)  # worker -> 1 as usual, 0.5 if all takes twice as long
-    replica_bytes: tuple[int, ...] = ()  # of weights and optimizer state, which a move copies
-    owned_bytes: tuple[int, ...] = ()  # of all that an owner holds for a slot
-    memory: Mapping[int, int] = field(default_factory=dict)  # worker -> bytes for slots; an absent worker has enough
-    host_of: Mapping[int, str] = field(default_factory=dict)  # worker -> host; empty: all on one
-    bytes_per_s: float = BYTES_PER_S  # between two workers
-    pause_s: float = PAUSE_S  # of training, for a prepared hand-over
-
-    @property
-    def in_seconds(self) -> bool:
-        """Whether times are seconds, and not units."""
-        return bool(self.forward_s)
-
-    def forwards(self, grid: Grid) -> tuple[float, ...]:
-        """Returns the time of one forward of each stage on a worker of usual speed."""
-        return self.forward_s or (_UNIT_FORWARD,) * grid.stages
-
-    def backwards(self, grid: Grid) -> tuple[float, ...]:
-        """Returns the time of one backward of each stage on a worker of usual speed."""
-        return self.backward_s or (_UNIT_BACKWARD,) * grid.stages
-
-    def moved_bytes(self, stage: int) -> int:
-        """Returns the bytes of a replica of a stage; 1 if unknown, so that the fewest slots move."""
-        return self.replica_bytes[stage] if self.replica_bytes else 1
-
-    def needed_bytes(self, stage: int) -> int:
-        """Returns the bytes that an owner of a stage needs; 0 if unknown."""
-        return self.owned_bytes[stage] if self.owned_bytes else 0
-
-    def speed_of(self, worker: int) -> float:
-        """Returns the speed of a worker; 1 if unknown."""
-        return self.speed.get(worker, 1.0)
 
 
 class Assignment(NamedTuple):
@@ -125,8 +92,10 @@ def runs_of(owners: Sequence[int], grid: Grid) -> list[list[SlotRun]]:
     return lines
 
 
-def step_time(owners: Sequence[int], grid: Grid, measured: MeasuredFacts) -> float:
-    """Returns the time of a step, in seconds or units, without transfers."""
+def step_time(owners: Sequence[int], grid: Grid, measured: MeasuredFacts, schedule: str = "") -> float:
+    """Returns the time of a step, in seconds or units, without transfers; no schedule is that of the list scheduler."""
+    if not is_in_list_order(schedule, grid) and (teams := teams_of(schedule, Ownership(grid, tuple(owners)))):
+        return max(_team_time(team, grid, measured, schedule) for team in teams)
     lines = runs_of(owners, grid)
     microbatches = min(grid.microbatches, max(_STEADY, 2 * max(map(len, lines))))
     order = sorted((run for line in lines for run in line), key=lambda run: (-run.first, run.pipeline))
@@ -141,6 +110,30 @@ def step_time(owners: Sequence[int], grid: Grid, measured: MeasuredFacts) -> flo
     needs = _needs(lines, order, microbatches, in_flight(Ownership(grid, tuple(owners))))
     time = starts(workers, forward * microbatches + backward * microbatches, needs)[1]
     return time + (grid.microbatches - microbatches) * max(loads.values())
+
+
+def _team_time(team: Team, grid: Grid, measured: MeasuredFacts, schedule: str) -> float:
+    """Returns the time of a step of the pipelines of a team by the order of a schedule."""
+    num_stages, least = len(team.stages[0]), SCHEDULES[schedule].least_microbatches(len(team.workers))
+    microbatches = min(grid.microbatches, max(least, _STEADY, min(2 * num_stages, _MOST_TASKS // num_stages)))
+    times = {Op.F: measured.forwards(grid), Op.B: measured.backwards(grid)}
+    cost = {
+        (op, way, stage): COSTS[op] / COSTS[whole] * sum(times[whole][run.start : run.stop])
+        for op, whole in ((Op.F, Op.F), (Op.B, Op.B), (Op.I, Op.B), (Op.W, Op.B))
+        for way, runs in enumerate(team.stages)
+        for stage, run in enumerate(runs)
+    }
+    program = {at: team.list_of(schedule, worker, microbatches) for at, worker in enumerate(team.workers)}
+    at_stage = {(way, stage): at for at, line in program.items() for stage, _, _, way in line}
+    stages = Grid(num_stages, microbatches, len(team.stages))
+    ownership = Ownership(stages, tuple(at_stage[slot] for slot in stages.slots()))
+    whole = with_transfers(program, ownership)
+    costs = {
+        at: [cost.get((op, way, stage), 0.0) / measured.speed_of(team.workers[at]) for stage, op, _, way in line]
+        for at, line in whole.items()
+    }
+    further = (grid.microbatches - microbatches) / microbatches
+    return makespan_of(whole, ownership, costs) + further * max(map(sum, costs.values()))
 
 
 def _needs(
@@ -260,10 +253,16 @@ class _Options:
     """The prices of owners."""
 
     def __init__(
-        self, ownership: Ownership, measured: MeasuredFacts, whole: Mapping[int, Collection[Slot]], num_workers: int
+        self,
+        ownership: Ownership,
+        measured: MeasuredFacts,
+        whole: Mapping[int, Collection[Slot]],
+        num_workers: int,
+        order: ScheduleOrder,
     ):
         self.present, self.grid, self.measured = ownership.owners, ownership.grid, measured
-        self.num_workers = num_workers
+        self.num_workers, self.order = num_workers, order
+        self.times: dict[Owners, float] = {}  # several limits often give the same cut
         self.held = {worker: {self.grid.place(slot) for slot in slots} for worker, slots in whole.items()}
 
     def price(self, worker: int, place: int) -> int:
@@ -274,9 +273,12 @@ class _Options:
 
     def option(self, owners: Owners) -> _Option:
         """Returns the option for some owners, by a dry run."""
-        time = step_time(owners, self.grid, self.measured)
+        if owners not in self.times:
+            self.times[owners] = step_time(owners, self.grid, self.measured, self.order.schedule)
+        time = self.times[owners]
         moved = sum(self.price(owner, place) for place, owner in enumerate(owners))
-        transfers = 1 + _FURTHER_RUN * sum(map(len, runs_of(owners, self.grid)))
+        num_runs, of_job = sum(map(len, runs_of(owners, self.grid))), self.order.stages_per_worker
+        transfers = 1 + _FURTHER_RUN * (num_runs if of_job == 1 else max(num_runs, of_job * self.num_workers))
         # Nine digits: the same sum in another order is the same price.
         price = float(f"{HORIZON_STEPS * time * transfers + (self.move_time(moved) if moved else 0.0):.9g}")
         return _Option(price, moved, owners, time)
@@ -285,14 +287,17 @@ class _Options:
         """Returns the time of a hand-over; in units, to copy all replicas takes as long as a step at the best."""
         if self.measured.in_seconds:
             return self.measured.pause_s + moved / self.measured.bytes_per_s
-        step = self.grid.microbatches * self.grid.stages * (_UNIT_FORWARD + _UNIT_BACKWARD) / self.num_workers
+        step = self.grid.microbatches * self.grid.stages * (UNIT_FORWARD + UNIT_BACKWARD) / self.num_workers
         return moved / sum(map(self.measured.moved_bytes, range(self.grid.stages))) * step
 
     def candidates(self, able: list[int]) -> list[_Option]:
         """Returns cuts; none if memory suffices for none. A slow owner with a slot can be seen to be well again."""
         order = in_order(self.present, able, self.measured)
         slow = [worker for worker in able if self.measured.speed_of(worker) < 1 and worker in self.present]
-        cuts = self._cuts(order, ())
+        shaped = [*self._shaped(order)]
+        if self.grid.fsdp and shaped:  # else a worker has all its stages unsharded for the whole step
+            return shaped
+        cuts = [*self._cuts(order, ()), *shaped]
         if not cuts or {*slow} <= {*min(cuts).owners}:
             return cuts
         kept = self._cuts(order, slow)
@@ -307,25 +312,80 @@ class _Options:
         are_alike = len(set(map(self.measured.speed_of, order))) == 1
         return cuts if are_alike and self.grid.pipelines == 1 else [self._climbed(min(cuts)), *cuts]
 
+    def _shaped(self, order: Sequence[int]) -> Iterator[_Option]:
+        """Yields options in which the workers of each pipeline have runs as the stages of the schedule."""
+        ways = directions_of(self.order.schedule)
+        per_team, rest = divmod(len(order) * ways, self.grid.pipelines)
+        if rest or is_in_list_order(self.order.schedule, self.grid):
+            return
+        measured = replace(self.measured, speed={}) if self.grid.fsdp else self.measured  # the same in all pipelines
+        for stages_per_worker in range(1, self.order.stages_per_worker + 1):
+            owners: list[int] = []
+            for first in range(0, len(order), per_team):
+                line = dealt(order[first : first + per_team], stages_per_worker, self.grid, measured, self.order)
+                owners += [*line, *line[::-1]][: ways * self.grid.stages]
+            ownership = Ownership(self.grid, tuple(owners))
+            if owners and teams_of(self.order.schedule, ownership) and self._fits(ownership.owners):
+                yield self._climbed(self.option(ownership.owners))
+
     def _climbed(self, best: _Option) -> _Option:
         """Returns the last of a chain of options, each better than the one before, and with one border moved by a slot.
 
         A cut knows nothing of the order in which runs wait for each other, which counts with unlike workers or runs.
         """
         left, shifts = _MOST_TASKS, _shifts(best.owners, self.grid)
+        cost = (
+            2 if is_in_list_order(self.order.schedule, self.grid) else 8
+        )  # a dry run of a program takes four times as long
         while left > 0 and (owners := next(shifts, None)) is not None:
-            if len({*owners}) == len({*best.owners}) and self._fits(owners):
-                left -= 2 * self.grid.microbatches * sum(map(len, runs_of(owners, self.grid)))
+            if len({*owners}) == len({*best.owners}) and self._fits(owners) and self._stands_as(best.owners, owners):
+                left -= cost * self.grid.microbatches * sum(map(len, runs_of(owners, self.grid)))
                 option = self.option(owners)
                 if option < best:
                     best, shifts = option, _shifts(owners, self.grid)
         return best
+
+    def _stands_as(self, before: Owners, owners: Owners) -> bool:
+        """Returns whether the schedule still orders the steps, if it did: `step_time` knows little of other orders."""
+        schedule = self.order.schedule
+        if is_in_list_order(schedule, self.grid) or not teams_of(schedule, Ownership(self.grid, before)):
+            return True
+        return bool(teams_of(schedule, Ownership(self.grid, owners)))
 
     def _fits(self, owners: Owners) -> bool:
         needs = Counter[int]()
         for place, owner in enumerate(owners):
             needs[owner] += self.measured.needed_bytes(place % self.grid.stages)
         return all(need <= self.measured.memory.get(owner, need) for owner, need in needs.items())
+
+
+class ScheduleOrder(NamedTuple):
+    """The schedule that orders the steps, and the most stages that a worker has of a pipeline."""
+
+    schedule: str = "1f1b"
+    stages_per_worker: int = 1
+
+
+def dealt(
+    workers: Sequence[int], stages_per_worker: int, grid: Grid, measured: MeasuredFacts, order: ScheduleOrder
+) -> list[int]:
+    """Returns the owners of a pipeline's slots: runs in the order of the placement; empty if there are too few slots.
+
+    The border behind a run is the one with which its worker has most nearly its share of the work by then.
+    """
+    num_stages, placement = len(workers) * stages_per_worker, SCHEDULES[order.schedule].placement
+    costs = [sum(each) for each in zip(measured.forwards(grid), measured.backwards(grid), strict=True)]
+    work = list(accumulate(costs, initial=0.0))
+    speeds = [measured.speed_of(worker) for worker in workers]
+    has, owners, due = [0.0] * len(workers), list[int](), 0.0
+    for stage in range(num_stages if num_stages <= grid.stages else 0):
+        at, begin = worker_of(stage, len(workers), placement), len(owners)
+        due += work[-1] * speeds[at] / sum(speeds) * (stage // len(workers) + 1) / stages_per_worker - has[at]
+        ends = range(begin + 1, grid.stages - num_stages + stage + 2)
+        end = min(ends, key=lambda border: abs(work[border] - due)) if stage + 1 < num_stages else grid.stages
+        has[at] += work[end] - work[begin]
+        owners += [workers[at]] * (end - begin)
+    return owners
 
 
 def _shifts(owners: Owners, grid: Grid) -> Iterator[Owners]:
@@ -341,20 +401,22 @@ def assign(
     workers: Collection[int],
     measured: MeasuredFacts | None = None,
     whole: Mapping[int, Collection[Slot]] | None = None,
+    order: ScheduleOrder | None = None,
 ) -> Assignment:
     """Returns the wanted owners of all slots.
 
     `ownership` is the present one, `workers` are the members that may own, `whole` has the slots of which a worker
-    holds a whole replica, beside those that it owns. Raises InvariantError if `workers` is empty.
+    holds a whole replica, beside those that it owns; without an `order` it is that of the list scheduler. Raises
+    InvariantError if `workers` is empty.
     """
     ensure(len(workers) > 0, "a member may own slots")
     known, grid = measured or MeasuredFacts(), ownership.grid
     able, words = _able(sorted(workers), known, grid)
-    options = _Options(ownership, known, whole or {}, len(able))
+    options = _Options(ownership, known, whole or {}, len(able), order or ScheduleOrder())
     cuts = options.candidates(able)
     if not cuts:
         words.append("all workers together have too little memory, so memory is ignored")
-        options = _Options(ownership, replace(known, memory={}), whole or {}, len(able))
+        options = _Options(ownership, replace(known, memory={}), whole or {}, len(able), order or ScheduleOrder())
         cuts = options.candidates(able)
     before, best = options.option(ownership.owners), min(cuts)
     stays = {*ownership.owners} <= {*able} and (
@@ -396,6 +458,8 @@ def _words_of_move(options: _Options, before: _Option, best: _Option) -> str:
     if grid.pipelines > 1:
         words += f" ({', '.join(f'{numbers[pipeline]} of pipeline {pipeline}' for pipeline in sorted(numbers))})"
     words += f", {size_text(best.moved - len(changed))} are copied" if measured.replica_bytes else ""
+    if measured.replica_bytes and measured.bytes_per_s != BYTES_PER_S:
+        words += f", at {measured.bytes_per_s / 1e9:.3g} GB/s as the last ones"
     words += f": a step is predicted to take {best.time:.4g} {unit} instead of {before.time:.4g}"
     gone, new = sorted({*present} - {*best.owners}), sorted({*best.owners} - {*present})
     if not gone:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership
-from engine.core.protocol.assignment import Assignment, assign
+from engine.core.protocol.assignment import Assignment, ScheduleOrder, assign
 from engine.core.protocol.events import MemoryShortage, WantedOwners
 from engine.core.protocol.state import Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs, unable_to_leave
@@ -90,12 +90,13 @@ _LEAST_GAIN_OF_TIMES = 0.1  # of a step, for a move only because times became kn
 
 
 class Rebalancing(NamedTuple):
-    """The workers and speeds for which the policy was asked last, and the step of the last move of its own will."""
+    """The workers, speeds and schedule for which the policy was asked last, and the step of its last own move."""
 
     workers: tuple[int, ...]
     speeds: tuple[tuple[int, float], ...] = ()
     moved: int | None = None
     knew_times: bool = False
+    schedule: str = ""  # with another one the policy is asked as if workers had changed
 
 
 def is_due(
@@ -168,12 +169,14 @@ def wish(
     slow, settled = speeds(members_only(times.paces, workers)), are_settled(times, job.slots)
     if not (known.phase is Phase.RUNNING or (takes_in and known.awaits_inventories)) or not workers:
         return Wish(asked)
+    order = ScheduleOrder(known.schedule or job.schedule, job.stages_per_worker)
+    told, asked = asked, asked if asked.schedule == known.schedule else asked._replace(workers=())
     if not is_due(asked, known.committed, workers, slow, knows_times=settled):
-        return Wish(asked)
+        return Wish(told)
     ownership = Ownership(job.grid, known.owners, known.shadows)
     whole = {worker: ownership.held_by(worker) for worker in workers}
     measured = facts(times, job, ownership, workers, known.nodes, free_bytes())
-    assignment = assign(ownership, workers, measured, whole)
+    assignment = assign(ownership, workers, measured, whole, order)
     why, owners, going_on = assignment.why, assignment.owners, known.wanted or known.owners
     # A wish that is carried out goes on: a leaver must lose its slots, and a joiner get them.
     may_go_on = {*going_on} <= {*workers} and owners not in (known.owners, going_on)
@@ -182,6 +185,7 @@ def wish(
     is_news = owners != going_on
     moves = is_news and owners != known.owners
     new = after_assignment(asked, known.committed, workers, slow, moves=moves, knows_times=settled)
+    new = new._replace(schedule=known.schedule)
     return Wish(new, why, WantedOwners(now_ns, owners, why) if is_news else None)
 
 

@@ -41,9 +41,6 @@ def unfit(job: Job, schedule: str) -> str:
     """Returns what keeps a run from using a schedule, in words."""
     if schedule not in SCHEDULES:
         return nearest(schedule, SCHEDULES) or "no schedule has this name"
-    placement = SCHEDULES[schedule].placement
-    if job.fsdp and job.stages_per_worker > 1 and placement != placement_of(job.schedule, job.placement):
-        return f"its placement is {placement}, and shards keep their owners"
     problems = check_job(replace(job, schedule=schedule, placement="auto"), nccl_on_cpu=True)
     return str(problems[0]) if problems else ""
 

@@ -72,7 +72,7 @@ def measured(job: Job, state: State, times: WorkerTimes) -> Profile | None:
 def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     """Returns the schedule that is better than that in use, as a wish has it, and why; None if there is none."""
     using = state.schedule or job.schedule
-    if not owners_compute(using, job.grid, state.owners).is_scheduled:
+    if len({*state.owners}) < job.most_workers or not owners_compute(using, job.grid, state.owners).is_scheduled:
         return None
     length = {"": length_of(_lists(job, job.schedule), profile)}
     placement = placement_of(using, job.placement if not state.schedule else "auto")

@@ -20,7 +20,7 @@ from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, owned_bytes, replica_bytes
 from engine.core.ownership import Ownership
 from engine.core.program.ballot import SlotVote, VoteChain, VoteMessage, in_order
-from engine.core.protocol.assignment import BYTES_PER_S, PAUSE_S, MeasuredFacts
+from engine.core.protocol.measured_facts import BYTES_PER_S, PAUSE_S, MeasuredFacts
 
 # Slow workers: the pace of each worker against its own past, and the decision which of them are slow.
 #

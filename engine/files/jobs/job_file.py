@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.core.errors import MASK, Problem, UserError, is_secret, required
 from engine.core.job.job import ARGS_FIELDS, Job
-from engine.core.job.job_rules import ANYTHING, JobParts, check_job, no_blocks
+from engine.core.job.job_rules import ANYTHING, JobParts, check_job
 from engine.core.units import MILLI, parse_epochs
 from engine.files.accelerators import accelerators, device_for, nccl_stand_in
 from engine.files.jobs.job_layers import (
@@ -109,13 +109,11 @@ BLOCKS = 4
 FOR_JOINERS = "default with elastic or standby"  # the origin of such a value
 
 
-def with_elastic_defaults(
-    job: Job, layers: Sequence[Layer], given: Collection[str], offered: JobParts, takes_blocks: bool
-) -> Job:
+def with_elastic_defaults(job: Job, layers: Sequence[Layer], given: Collection[str], offered: JobParts) -> Job:
     """Returns the job with these defaults; `given` has the names of the fields that a layer gives."""
-    if job.standby > 0 and takes_blocks and last_with("standby", layers) > last_with("elastic", layers):
+    if job.standby > 0 and last_with("standby", layers) > last_with("elastic", layers):
         job = replace(job, elastic=True)
-    if not job.elastic or "blocks" in given or not takes_blocks:
+    if not job.elastic or "blocks" in given:
         return job
     return replace(job, blocks=min(BLOCKS, offered.smallest_stage(job) or 1))
 
@@ -193,7 +191,7 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     else:
         job = replace(job, schedule=own)
     job, of_model = with_model_defaults(job, given, offered)
-    job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered, not no_blocks(job))
+    job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered)
     problems += [
         _at_its_place(problem, given)
         for problem in check_job(job, nccl_on_cpu=bool(nccl_stand_in()))

@@ -205,4 +205,4 @@ class JoinRequests:
 
 def takes_workers(job: Job) -> bool:
     """Returns whether workers can join the run of a job."""
-    return (job.elastic or job.standby > 0) and not job.fsdp
+    return job.elastic or job.standby > 0
