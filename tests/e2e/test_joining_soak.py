@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -162,8 +163,12 @@ def test_two_workers_become_eight_and_three(launch: Launch, name: str) -> None:
     run.wait_until(lambda: run.events("commit"))
     commands = [joined(launch, run) for _ in range(6)]
     settled = []
+
+    def has_owners(count: int) -> bool:
+        return len({*run.events("epoch")[-1]["owners"]}) == count
+
     for count in (8, 3):
-        run.wait_until(lambda number=count: len({*run.events("epoch")[-1]["owners"]}) == number, 200)
+        run.wait_until(partial(has_owners, count), 200)
         settled.append((tuple(run.events("epoch")[-1]["owners"]), run.events("commit")[-1]["step"]))
         until_step(run, run.events("commit")[-1]["step"] + 10)
         for command in commands[:5] if count == 8 else ():
