@@ -20,7 +20,7 @@ def test_a_host_travels_as_text() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "a"}', "null"])
 def test_another_text_is_no_host(text: str) -> None:
-    with pytest.raises(InvariantError, match="no host"):
+    with pytest.raises(InvariantError, match="invalid host"):
         read(text, RegisteredHost, "host of a run")
 
 
