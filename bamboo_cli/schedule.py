@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="Show, check or export the program of a job; compare schedules, search for one, or change that of a run.",
+    help="Show, check or export a job's program; compare schedules, search for one, or change that of a run.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
     "bamboo schedule compare --stages 8 --stages-per-worker 2  |  "

@@ -17,11 +17,12 @@ from tests.core.recovery_cases import Failure, Job, hand_overs, random_history, 
 
 # In a plan these may be harmless: what is logged or sent may have been held at the start; `f` leaves no trace.
 _MAY_DO_NO_HARM = {"LOG behind COMMIT", "COMMIT at the front", "f in a whole step", "RECV_B at the front"}
-# A plan has no stream; and no W but behind an I that was run before the failure.
+# A plan has no stream and no copy to the host; and no W but behind an I that was run before the failure.
 _OF_PLANS = sorted(
     kind
     for kind in CORRUPTIONS.keys() - _MAY_DO_NO_HARM
-    if "STREAM" not in kind and kind not in ("F behind I", "I behind W", "RECV_B behind I")
+    if not {"STREAM", "OFFLOAD", "RELOAD"} & {*kind.split()}
+    and kind not in ("F behind I", "I behind W", "RECV_B behind I")
 )
 _ONE_LEFT = Ownership(Grid(2, 2), (0, 0))
 _HELD = Inventory(0, 5, ((0, 0), (0, 1)), {(0, 0): 2}, {(0, 0): 1}, values=ValueRuns((Value(Kind.RESIDUAL, 0, 0, 1),)))

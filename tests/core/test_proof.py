@@ -113,7 +113,7 @@ FACTS: dict[str, object] = {
 def test_the_twin_has_no_redundancy_and_the_same_bits() -> None:
     job = Job(redundancy="eager", redundancy_level=2, log_every=2, validate_every=7, seed=3, threads=2)
     cheapest: dict[str, Any] = {"redundancy": "none", "check_pure": False, "validate_every": 0, "results": ""}
-    assert twin_of(job) == Job(**cheapest, checkpoint_every="0", seed=3, threads=2)
+    assert twin_of(job) == Job(**cheapest, residuals="recompute", checkpoint_every="0", seed=3, threads=2)
     assert check_job(twin_of(job)) == []
 
 

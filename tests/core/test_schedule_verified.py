@@ -33,7 +33,8 @@ def drawn_step(
     redundancy = order.choice(policies)
     ownership = fresh(grid, v, schedule.placement)
     ownership = with_shadows(ownership, redundancy, 1, ownership.workers())
-    return build_program(name, ownership, redundancy, log_every=order.choice((0, 0, 1, 2))), ownership
+    log_every, copy_time = order.choice((0, 0, 1, 2)), order.choice((None, None, 0.3))
+    return build_program(name, ownership, redundancy, log_every=log_every, copy_time=copy_time), ownership
 
 
 @pytest.mark.timeout(300)

@@ -184,8 +184,8 @@ def test_whoever_is_warned_hands_over_and_leaves(strike: Strike, faultless: Call
 def test_whoever_is_warned_half_a_step_before_its_end_hands_over_inside_the_step(
     strike: Strike, faultless: Callable[..., Any]
 ) -> None:
-    slow = {"model": "timed", "model_args": {"forward_ms": 100}, "steps": 2}
-    struck = strike(at("1F2", "terminate", step=1, grace_ns=600_000_000), **slow)
+    slow = {"model": "timed", "model_args": {"forward_ms": 200}, "steps": 2}
+    struck = strike(at("1F2", "terminate", step=1, grace_ns=1_200_000_000), **slow)
     check(struck, faultless(**slow), 1)
     assert struck.codes[1] == ExitCode.LEFT_WITH_NOTICE
     (way,) = struck.events("way_out")

@@ -98,12 +98,14 @@ def test_a_case_decides_what_it_says_itself(tmp_path: Path) -> None:
             "14:50: cases.0.faults.0.at.with: expected an axis whose values are mappi",
         ),
         ("$stage", "$stag", "14:36: cases.0.faults.0.at.stage: expected the name of an axis after $, found '$stag'"),
+        ("$fault", "fualt", "14:68: cases.0.faults.0.with: expected the name of an axis after $, found '$fualt'"),
         ("[first, last]", "[first, first]", "8:18: axes.stage.1: expected each value once, found 'first'"),
         (
             "[first, last]",
             "[]",
             "8:10: axes.stage: expected a list of values, or a mapping of label: fields, found an empty list",
         ),
+        ("[first, last]", "[first, $fault]", "8:18: axes.stage.1: expected a value that names no other axis"),
         ("kill: {do: kill}", "kill: 3", "10:11: axes.fault.kill: expected a mapping of fields, found 3"),
         (
             "- name: one",

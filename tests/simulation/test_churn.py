@@ -91,7 +91,7 @@ def pipelines_are_renumbered(patch: Patch) -> None:
     patch.setattr(actions, "_DO", (*[forward] * (REDO + 1), *actions._DO[REDO + 1 :]))
 
 
-@planted("in an open step")
+@planted("in an open step|stands twice")
 def a_block_moves_in_an_open_step(patch: Patch) -> None:
     real = verdicts.heirs
     patch.setattr(verdicts, "heirs", lambda state, dead, hand_over=False: real(state, dead, True))

@@ -89,7 +89,7 @@ def moving() -> Iterator[Case]:
     return map(moving_case, range(600))
 
 
-@planted(moving, "in an open step")
+@planted(moving, "in an open step|stands twice")
 def a_slot_moves_in_an_open_step(patch: Patch) -> None:
     real = verdicts.heirs
     patch.setattr(verdicts, "heirs", lambda state, dead, hand_over=False: real(state, dead, True))

@@ -139,7 +139,7 @@ def test_accumulators_that_are_sent_and_run_again(monkeypatch: pytest.MonkeyPatc
     caught(short_notices(SMALL, 5), "samples: step .: worker . counted the .* 2 times")
 
 
-@pytest.mark.usefixtures("_fresh_answers", "_time_to_send")
+@pytest.mark.usefixtures("fresh_answers", "_time_to_send")
 def test_residuals_whose_forwards_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replica, "take_forward", lambda self, microbatch, after: None)
     caught(short_notices(replace(SMALL, residuals="ship"), 5), "have been counted|has counted")

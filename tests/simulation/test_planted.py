@@ -13,7 +13,7 @@ from engine.core.program import build as program
 from engine.core.program import plan_repair
 from engine.core.program import planner as recovery
 from engine.core.program import remaining_tasks as lineage
-from engine.core.protocol import orders
+from engine.core.protocol import plan_orders
 from tests.simulation import actions, plans, provenance
 from tests.simulation import replica as replicas
 from tests.simulation.case import Case, Fault
@@ -129,7 +129,7 @@ def test_planner_recomputes_what_survivors_hold(monkeypatch: pytest.MonkeyPatch)
         return [one for one in held(*words) if one[1].kind != "gradient"]
 
     monkeypatch.setattr(recovery, "_held", less)
-    monkeypatch.setattr(orders, "baseline", lambda *given: None)
+    monkeypatch.setattr(plan_orders, "baseline", lambda *given: None)
     caught(kills(SMALL), "the plan computes .* more")
 
 

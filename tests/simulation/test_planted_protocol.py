@@ -138,7 +138,7 @@ def test_commit_is_accepted_after_the_inventory(monkeypatch: Patch) -> None:
 def test_inventory_claims_what_is_not_held(monkeypatch: Patch) -> None:
     told = replica.inventory_of
 
-    def boast(worker: Executor) -> str:
+    def boast(worker: Executor, *, offers: bool = False) -> str:
         if worker.number:
             return told(worker)
         values = worker.values

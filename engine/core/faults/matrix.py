@@ -90,6 +90,8 @@ def cells(
     by_name = {axis.name: axis for axis in axes}
     all_cells: list[Cell] = []
     num_values = 0
+    for axis in axes:
+        problems += islice(_nested(axis, by_name), MOST_PROBLEMS + 1)
     for case in cases:
         names = dict.fromkeys(_placeholders(case.values, case.place, problems, by_name))
         used |= names.keys()
@@ -122,8 +124,12 @@ def _size(value: Any) -> int:
 def _placeholders(value: Any, path: FieldPath, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
     """Yields the axes that a value names; appends a problem for each unknown one."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _placeholders(each, (*path, key), problems, axes)
+        for key, part in value.items():
+            named = part
+            if key == SPREAD:
+                names = [f"${name}" for name in spread_axes(part)]
+                named = names if isinstance(part, (list, tuple)) else names[0]
+            yield from _placeholders(named, (*path, key), problems, axes)
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
             yield from _placeholders(each, (*path, number), problems, axes)
@@ -135,6 +141,14 @@ def _placeholders(value: Any, path: FieldPath, problems: list[Problem], axes: Ma
                 raise UserError(problems)
             hint = nearest(value[1:], axes) or f"there is {', '.join(axes) or 'none'}"
             problems.append(Problem(_dotted(path), "the name of an axis after $", repr(value), hint))
+
+
+def _nested(axis: Axis, axes: Mapping[str, Axis]) -> Iterator[Problem]:
+    for label, value in axis.values.items():
+        unknown: list[Problem] = []
+        if [*_placeholders(value, (), unknown, axes)] or unknown:
+            place = _dotted(axis.places.get(label, ("axes", axis.name)))
+            yield Problem(place, "a value that names no other axis", repr(value))
 
 
 def _wrong_labels(case: MatrixCase, axes: Mapping[str, Axis], names: Mapping[str, None]) -> Iterator[Problem]:

@@ -88,7 +88,7 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     elif length[quickest] > (1 - LEAST_GAIN) * now:
         return None
     slowest = max(range(len(profile.transfer)), key=profile.transfer.__getitem__, default=0)
-    edge = f"; a transfer from stage {slowest} takes {1000 * max(profile.transfer, default=0.0):.3g} ms"
+    edge = f"; a transfer from {job.grid.noun} {slowest} takes {1000 * max(profile.transfer, default=0.0):.3g} ms"
     told = f"by the measured times a step takes {1000 * length[quickest]:.3g} ms instead of {1000 * now:.3g}{edge}"
     return quickest, told
 

@@ -68,9 +68,10 @@ class Keeper(HelperProcess):
         if self.near is not None and not has_ended and not self.why:
             return
         self.close()
-        super().begin()
-        self.number += 1
-        required(self.near, "a keeper has begun").sendall(line([*self._given, self.number]))
+        with self._asking:  # no question may come before the first line
+            super().begin()
+            self.number += 1
+            required(self.near, "a keeper has begun").sendall(line([*self._given, self.number]))
 
     def ask(self, name: str, *given: Any, limit_s: float | None = None) -> Any:
         """Returns the answer of a function of `disk_work.WORK`; raises StorageError for its error, and without answer.

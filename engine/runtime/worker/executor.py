@@ -11,7 +11,6 @@ of steps.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -376,7 +375,6 @@ class Executor:
             send_parcel(channel, program.routes.targets[value], key, self._offers.parcels[value])
 
     def _tell_of_redone(self, action: Action, why: str) -> None:
-        print(f"the residual of {action} cannot be used, so its forward is run again: {why}", file=sys.stderr)
         self.context.recorder.write(RedoneRecord(step=self.step, action=str(action), why=why))
 
     def _forward(self, action: Action, step: int) -> None:
