@@ -78,7 +78,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     if at_once < run.makespan:
         echo(f"with a handler that runs the actions of a pair at once: {at_once:g} units")
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
-    echo(f"peak stashed activations, in microbatches{of_block}: {stash}")
+    echo(f"peak stashed activations, in {'slices' if job.slices > 1 else 'microbatches'}{of_block}: {stash}")
     _print_faults(faults, job, costs)
     if costs is not None:
         _print_tensors(tensors_of(job, program, ownership, costs))
@@ -150,7 +150,8 @@ def _print_without_program(job: Job, as_json: bool, faults: Sequence[Fault], cos
 
 
 def _sizes(job: Job) -> str:
-    return f"P={job.cut}, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
+    slices = f" of {job.slices} slices" if job.slices > 1 else ""
+    return f"P={job.cut}, M={job.microbatches} microbatches{slices}, D={job.pipelines} pipelines"
 
 
 def _shadows(ownership: Ownership) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _print_layers(job: Job, costs: Costs) -> None:
         rows += [_layer_row(str(each["layer"]), f"{each['name']} ({each['kind']})", [each]) for each in mine]
         rows.append(_layer_row("", f"= {job.slot_noun} {number}", mine))
     print_table(_COSTS, (True, False, True, True, True, True, True), rows)
-    flops = sum(each["flops"] for each in layers) * job.microbatches * job.pipelines
+    flops = sum(each["flops"] for each in layers) * job.program_microbatches * job.pipelines
     echo(f"model: {costs['parameters']:,} parameters, {flops / 1e6:,.2f} MFLOP per step, as torch counts them")
     for note in costs["notes"]:
         echo(note)

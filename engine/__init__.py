@@ -22,6 +22,7 @@ rank: the place of a worker among the members of one epoch; in a job of another 
 step: one optimizer step of the whole job.
 sample: one input of the model with its target.
 microbatch: the part of a step's samples that passes through a pipeline at once.
+slice: with --slices, a part of a microbatch along the sequence; in programs it takes the place of a microbatch.
 op: the kind of an action, such as F, B, SEND_F or COMMIT.
 action: one thing that a worker does, (stage, op, microbatch), written ``2F0``.
 chore: what a worker does beside its actions: it loads data, audits, copies for a checkpoint, validates.

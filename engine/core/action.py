@@ -101,6 +101,13 @@ class By(Enum):
     SHADOW = auto()
 
 
+class Slicing(Enum):
+    """What the slices of a microbatch change about a term."""
+
+    WITHIN = auto()  # only between slices of one microbatch: the first slice drops a term about the one before
+    TURNED = auto()  # of the same slice, which forwards and backwards number in opposite directions
+
+
 class Term(NamedTuple):
     """A value that an action needs or makes, relative to the action's stage and microbatch."""
 
@@ -109,6 +116,7 @@ class Term(NamedTuple):
     stage: int = 0  # further; a stage outside the pipeline drops the term
     microbatch: int = 0  # further; a microbatch before the first drops the term
     by: By = By.ALL
+    slicing: Slicing | None = None
 
 
 ALL: Final = 1 << 30  # more microbatches than a step has; as a term's microbatch: the last
@@ -179,7 +187,13 @@ class Op(StrEnum):
 
 _INPUT = Term(Kind.ACTIVATION, stage=-1)
 _OUTPUTS = (Term(Kind.ACTIVATION), Term(Kind.RESIDUAL))
-_FOR_BACKWARD = (Term(Kind.RESIDUAL), Term(Kind.GRADIENT, stage=1))
+_STATE_BEFORE = Term(Kind.RESIDUAL, microbatch=-1, slicing=Slicing.WITHIN)
+_FOR_BACKWARD = (
+    Term(Kind.RESIDUAL, slicing=Slicing.TURNED),
+    Term(Kind.GRADIENT, stage=1),
+    Term(Kind.CARRY, microbatch=-1, slicing=Slicing.WITHIN),
+)
+_INPUT_GRADIENTS = (Term(Kind.GRADIENT), Term(Kind.CARRY, slicing=Slicing.WITHIN))
 _COUNTED_BEFORE = Term(Kind.COUNTED, microbatch=-1)
 _ADDED_BEFORE = Term(Kind.ADDED, microbatch=-1)
 _OWN_SUMS = (Term(Kind.ADDED, by=By.OWNER), Term(Kind.COUNTED, by=By.OWNER))
@@ -201,7 +215,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         "forward",
         StepPosition.FORWARD,
         LegendEntry.FORWARD,
-        (_INPUT, _COUNTED_BEFORE),
+        (_INPUT, _COUNTED_BEFORE, _STATE_BEFORE),
         (*_OUTPUTS, Term(Kind.COUNTED)),
         Work.FORWARD,
         touches=True,
@@ -211,7 +225,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         "forward again: no buffer update, no loss",
         StepPosition.AGAIN,
         LegendEntry.FORWARD,
-        (_INPUT,),
+        (_INPUT, _STATE_BEFORE),
         _OUTPUTS,
         Work.FORWARD,
         redoes=Op.F,
@@ -222,7 +236,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         StepPosition.BACKWARD,
         LegendEntry.BACKWARD,
         (*_FOR_BACKWARD, _ADDED_BEFORE),
-        (Term(Kind.GRADIENT), Term(Kind.ADDED)),
+        (*_INPUT_GRADIENTS, Term(Kind.ADDED)),
         Work.BACKWARD,
         closes=-1,
         moves=_UNSTASHES,
@@ -232,7 +246,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         StepPosition.PART,
         LegendEntry.PARTS,
         _FOR_BACKWARD,
-        (Term(Kind.GRADIENT), Term(Kind.PENDING)),
+        (*_INPUT_GRADIENTS, Term(Kind.PENDING)),
         Work.FOR_INPUT,
         redoes=Op.B,
         moves=_UNSTASHES,

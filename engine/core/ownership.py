@@ -64,7 +64,9 @@ class Grid:
 
     With more than one of `blocks` in a stage of the job, `stages` counts blocks, and so does every number of a stage.
     With `fsdp` a slot has its own shard of the stage, and no slot stands for that of another pipeline; at most so many
-    stages of a worker are whole at once.
+    stages of a worker are whole at once. With more than one of `slices` in a microbatch of the job, `microbatches`
+    counts slices, and so does every number of a microbatch. Backwards take the slices of a microbatch in reverse order,
+    and are numbered in the order in which they run: F0 F1, then B0 of slice 1 and B1 of slice 0.
     """
 
     stages: int
@@ -73,6 +75,7 @@ class Grid:
     ties: tuple[tuple[int, ...], ...] = ()
     blocks: int = 1
     fsdp: int = 0
+    slices: int = 1
 
     @property
     def noun(self) -> str:
@@ -86,6 +89,10 @@ class Grid:
     def has(self, pipeline: int, stage: int, microbatch: int = 0) -> bool:
         """Whether a microbatch of a slot is inside the grid; no number is negative, unless the action has none."""
         return pipeline < self.pipelines and stage < self.stages and microbatch < self.microbatches
+
+    def turned(self, microbatch: int) -> int:
+        """Returns the number of the forward of a backward's slice, and of the backward of a forward's."""
+        return microbatch + self.slices - 1 - 2 * (microbatch % self.slices)
 
     def place(self, slot: Slot) -> int:
         """Returns the number of a slot, counted pipeline by pipeline."""

@@ -20,6 +20,7 @@ class Kind(StrEnum):
     RESIDUAL = "residual"  # tensors that a forward saves for its backward; only one who leaves may send them
     HOSTED = "hosted"  # a residual in memory of the host
     GRADIENT = "gradient"  # of the loss by the input of a stage: output of a backward
+    CARRY = "carry"  # of the loss by the state over the sequence behind the slice before: output of a backward
     PENDING = "pending"  # tensors that a backward for the input saves for the one for the weights
     COUNTED = "counted"  # counter: the forwards that have updated the buffers
     ADDED = "added"  # counter: the backwards in the gradient accumulator

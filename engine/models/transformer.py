@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.data import DataFacts
-from engine.models.layers import LayerSpec, Model, Tie
+from engine.models.layers import LayerSpec, Model, Tensors, Tie
 from engine.models.losses import default_loss
 
 WEIGHT_STD = 0.02
@@ -52,7 +52,9 @@ def _transformer(
     tied: bool,
     is_fused: bool = False,
 ) -> Model:
-    block = partial(Block, width, heads, depth, facts.sequence, dropout, is_causal, is_fused)
+    block = partial(
+        CausalBlock if is_causal else Block, width, heads, depth, facts.sequence, dropout, is_causal, is_fused
+    )
     layers = (
         LayerSpec("embedding", "Embedding", partial(Embedding, facts.vocabulary, facts.sequence, width, dropout)),
         *(LayerSpec(f"block{index}", "Block", block) for index in range(depth)),
@@ -85,9 +87,15 @@ class Embedding(nn.Module):
         """Embeds the tokens."""
         return self.dropout(self.token(tokens) + self.position)
 
+    def forward_slice(self, tokens: Tensor, start: int, state: Tensors) -> tuple[Tensor, Tensors]:
+        """Embeds the tokens of a slice."""
+        return self.dropout(self.token(tokens) + self.position[start : start + tokens.shape[1]]), ()
+
 
 class Block(nn.Module):
     """Self-attention and a feed-forward of four times the width, each with a residual connection."""
+
+    hidden: Tensor | None
 
     def __init__(
         self, width: int, heads: int, depth: int, sequence: int, dropout: float, is_causal: bool, is_fused: bool
@@ -109,23 +117,40 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [size, sequence, width] to the same shape."""
-        x = x + self.dropout(self.attention_out(self._attend(self.norm_attention(x))))
-        feedforward = nn.functional.gelu(self.feedforward_in(self.norm_feedforward(x)))
-        return x + self.dropout(self.feedforward_out(feedforward))
+        return self._slice(x, ())[0]
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _slice(self, x: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        attended, state = self._attend(self.norm_attention(x), state)
+        x = x + self.dropout(self.attention_out(attended))
+        feedforward = nn.functional.gelu(self.feedforward_in(self.norm_feedforward(x)))
+        return x + self.dropout(self.feedforward_out(feedforward)), state
+
+    def _attend(self, x: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        """Returns what the positions of `x` attend to, and the keys and values up to them; `state` has earlier ones."""
         size, sequence, width = x.shape
         per_head = self.query_key_value(x).view(size, sequence, 3 * self.heads, width // self.heads).transpose(1, 2)
         query, key, value = per_head.chunk(3, dim=1)
+        start = state[0].shape[2] if state else 0
+        if state:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(state, (key, value), strict=True))
         if self.is_fused:
             share = self.dropout.p if self.training else 0.0
-            mixed = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=share, is_causal=True)
-            return mixed.transpose(1, 2).reshape(size, sequence, width)
+            seen = x.new_ones(sequence, key.shape[2], dtype=torch.bool).tril(start) if state else None
+            attend = partial(nn.functional.scaled_dot_product_attention, dropout_p=share, is_causal=not state)
+            return attend(query, key, value, seen).transpose(1, 2).reshape(size, sequence, width), (key, value)
         scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)
         if self.hidden is not None:
-            scores = scores.masked_fill(self.hidden, -math.inf)
+            scores = scores.masked_fill(self.hidden[start : start + sequence, : start + sequence], -math.inf)
         mixed = self.dropout(scores.softmax(dim=-1)) @ value
-        return mixed.transpose(1, 2).reshape(size, sequence, width)
+        return mixed.transpose(1, 2).reshape(size, sequence, width), (key, value)
+
+
+class CausalBlock(Block):
+    """A block that can take a sequence in slices: no position attends to a later one."""
+
+    def forward_slice(self, x: Tensor, start: int, state: Tensors) -> tuple[Tensor, Tensors]:
+        """Maps a slice; `state` has the keys and values of earlier slices, [size, heads, start, width / heads]."""
+        return self._slice(x, state)
 
 
 class Head(nn.Module):
@@ -139,3 +164,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits of every position."""
         return self.logits(self.norm(x))
+
+    def forward_slice(self, x: Tensor, start: int, state: Tensors) -> tuple[Tensor, Tensors]:
+        """Returns the logits of a slice."""
+        return self(x), ()

@@ -219,7 +219,8 @@ class Machine:
         values, replica = self.bodies[worker].values, self._replica(worker, action)
         fed = values[_own(Kind.ACTIVATION, action, -1)] if action.stage else "data"
         read = replica.buffers if action.op is Op.F else replica.befores[action.microbatch]
-        seen = hashed(replica.weights, read, fed, action.microbatch)
+        state = (values[_own(Kind.RESIDUAL, action, later=-1)],) if self._slice_of(action) else ()
+        seen = hashed(replica.weights, read, fed, action.microbatch, *state)
         values[_own(Kind.ACTIVATION, action)] = hashed("A", seen, action.pipeline, action.stage)
         values[_own(Kind.RESIDUAL, action)] = hashed("R", seen, action.pipeline, action.stage)
         values.pop(_own(Kind.HOSTED, action), None)
@@ -237,12 +238,20 @@ class Machine:
     def _backward(self, worker: int, action: Action) -> None:
         values, last = self.bodies[worker].values, self.ownership.grid.stages - 1
         fed = values[_own(Kind.GRADIENT, action, 1)] if action.stage < last else "loss"
-        both = hashed(values[_own(Kind.RESIDUAL, action)], fed)
+        slices, of_backward = self.ownership.grid.slices, self._slice_of(action)
+        carry = (values.pop(_own(Kind.CARRY, action, later=-1)),) if of_backward else ()
+        of_forward = slices - 1 - of_backward
+        both = hashed(values.pop(_own(Kind.RESIDUAL, action, later=of_forward - of_backward)), fed, *carry)
         values[_own(Kind.GRADIENT, action)] = hashed("G", both)
+        if slices > 1:
+            values[_own(Kind.CARRY, action)] = hashed("C", both)
         if action.op is Op.B:
             self._add(self._replica(worker, action), action, both)
         else:
             values[_own(Kind.PENDING, action)] = both
+
+    def _slice_of(self, action: Action) -> int:
+        return action.microbatch % self.ownership.grid.slices
 
     def _add(self, replica: Replica, action: Action, what: str) -> None:
         assert replica.added == action.microbatch, f"{action} adds after {replica.added}"
@@ -387,8 +396,8 @@ def _fresh(slot: Slot, pipelines: int) -> Replica:
     return Replica(f"weights {slot[1]}", boundary, boundary[slot[0]])
 
 
-def _own(kind: Kind, action: Action, to: int = 0) -> Value:
-    return Value(kind, action.pipeline, action.stage + to, action.microbatch)
+def _own(kind: Kind, action: Action, to: int = 0, later: int = 0) -> Value:
+    return Value(kind, action.pipeline, action.stage + to, action.microbatch + later)
 
 
 def _used(action: Action) -> list[Value]:
@@ -396,7 +405,7 @@ def _used(action: Action) -> list[Value]:
         case Op.F | Op.REDO_F:
             return [_own(Kind.ACTIVATION, action, -1)]
         case Op.B | Op.I:
-            return [_own(Kind.RESIDUAL, action), _own(Kind.GRADIENT, action, 1)]
+            return [_own(Kind.GRADIENT, action, 1)]
         case Op.W:
             return [_own(Kind.PENDING, action)]
         case Op.SEND_F:

@@ -25,6 +25,7 @@ DECISIVE = {
     "loss_args",
     "variable_shapes",
     "loss_normalisation",
+    "slices",
     "pipelines",
     "microbatches",
     "microbatch_size",

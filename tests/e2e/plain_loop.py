@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from engine.core.job.job import Job
 from engine.core.messages import Evaluation
 from engine.models.data_sources import open_data
-from engine.models.layers import Model, Tensors
+from engine.models.layers import Batch, Model, Tensors
 from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
 from tests.e2e.plain_torch import optimizer_of, plateau_of, rates_of
@@ -136,6 +136,9 @@ class PlainLoop:
         losses = []
         for microbatch in reversed(order) if self.mistake.microbatches_backwards else order:
             batch = self.data.microbatch(step, pipeline, microbatch, job.microbatch_size)
+            if job.slices > 1:
+                losses += self._sliced(step, pipeline, microbatch, batch)
+                continue
             values = batch.inputs
             for index, layer in enumerate(self.pipelines[pipeline]):
                 torch.manual_seed(key(job.seed, "layer", step + self.mistake.step_of_keys, pipeline, index, microbatch))
@@ -146,6 +149,38 @@ class PlainLoop:
             self.scaler.scale(loss / job.microbatches).backward()
             losses.append(loss.item())
         return fmean(losses)
+
+    def _sliced(self, step: int, pipeline: int, microbatch: int, batch: Batch) -> list[float]:
+        """Runs the slices of a microbatch, then their backwards, the last one first: one graph for each slice.
+
+        A state is a leaf in the graph of the slice behind, whose gradient begins the backward of the slice before.
+        """
+        job, losses = self.job, list[float]()
+        done: list[tuple[Tensor, list[Tensors], list[Tensors]]] = []
+        leaves: list[Tensors] = [() for _ in self.pipelines[pipeline]]
+        for number in range(job.slices):
+            values, targets = (
+                tuple(each.chunk(job.slices, dim=1)[number].contiguous() for each in part)
+                for part in (batch.inputs, batch.targets)
+            )
+            start, states = number * values[0].shape[1], list[Tensors]()
+            for index, layer in enumerate(self.pipelines[pipeline]):
+                item = microbatch * job.slices + number
+                torch.manual_seed(key(job.seed, "layer", step, pipeline, index, item))
+                forward_slice: Any = layer.forward_slice
+                made, state = forward_slice(*values, start=start, state=leaves[index])
+                values = (made.contiguous(),)
+                states.append(tuple(each.contiguous() for each in state))
+            loss = self.model.loss(values, targets)
+            losses.append(loss.item())
+            leaves = [tuple(each.detach().requires_grad_() for each in state) for state in states]
+            done.append((loss / (job.microbatches * job.slices), states, leaves))
+        for loss, states, behind in reversed(done):
+            pairs = [*zip(_flat(states), _flat(behind), strict=True)]
+            carried = [(state, leaf.grad) for state, leaf in pairs if leaf.grad is not None]
+            one = torch.ones_like(loss)
+            torch.autograd.backward([loss, *(each for each, _ in carried)], [one, *(each for _, each in carried)])
+        return losses
 
     def _weight(self, step: int, target: Tensor) -> float:
         """Returns the weight of the mean over the tokens of a microbatch in the mean over microbatches."""
@@ -269,6 +304,10 @@ def _build(job: Job, model: Model) -> list[nn.Module]:
         torch.manual_seed(key(job.seed, "weights", index))
         layers.append(spec.build())
     return layers
+
+
+def _flat(states: Iterable[Tensors]) -> list[Tensor]:
+    return [each for state in states for each in state]
 
 
 def _trained(layers: list[nn.Module]) -> dict[tuple[int, str], nn.Parameter]:

@@ -132,9 +132,10 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
 def miscounted_in(steps: set[int], done: Iterable[DoneAction], lives: RunLives, job: Job) -> list[str]:
     """Returns one sentence for each slot and microbatch that these actions did not count once in these steps."""
     entries: dict[tuple[int, Slot], list[DoneAction]] = defaultdict(list)
+    most = job.program_microbatches
     for entry in done:
         action = entry.action
-        if EFFECTS[action.op] is not SampleEffect.NONE and entry.step in steps and action.microbatch < job.microbatches:
+        if EFFECTS[action.op] is not SampleEffect.NONE and entry.step in steps and action.microbatch < most:
             entries[entry.step, (action.pipeline, action.stage)].append(entry)
     return [
         f"step {step}: {text}"
@@ -151,7 +152,7 @@ def _of_slot(entries: list[DoneAction], slot: Slot, job: Job) -> list[str]:
     return [
         f"worker {owner} counted the {noun} of microbatch {microbatch} of {name} {counts[microbatch]} times"
         for noun, counts in (("forward", accumulator.forwards), ("backward", accumulator.backwards))
-        for microbatch in range(job.microbatches)
+        for microbatch in range(job.program_microbatches)
         if counts[microbatch] != 1
     ]
 
@@ -170,7 +171,7 @@ def _committed(entries: list[DoneAction], job: Job) -> tuple[int | None, _Accumu
                 others = max(other.forwards[microbatch] for other in all_of.values())
                 mine.forwards[microbatch] = mine.forwards[microbatch] or others
             case SampleEffect.ADDS:
-                was_sent = before in handoffs or is_streamed(before, job.log_every, job.microbatches)
+                was_sent = before in handoffs or is_streamed(before, job.log_every, job.program_microbatches)
                 if microbatch and before not in mine.backwards and was_sent:
                     _take(worker, before, all_of)
                 mine.backwards[microbatch] += 1

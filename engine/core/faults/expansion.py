@@ -201,7 +201,7 @@ def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str]
     pipeline, stage = slot
     if at[0] != step or not at[1]:
         return ()
-    backwards = [Action(stage, Op.B, microbatch, pipeline) for microbatch in range(job.microbatches)]
+    backwards = [Action(stage, Op.B, microbatch, pipeline) for microbatch in range(job.program_microbatches)]
     program = build_program(job.schedule, before, job.redundancy, log_every=job.log_every, copy_time=job.copy_time)
     actions = program[before.owner(*slot)]
     last = backwards[-1]  # the victim ran the plan of another recovery: this may be a little late

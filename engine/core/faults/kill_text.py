@@ -113,7 +113,7 @@ def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> 
         return Action(stage, ops[0], WHOLE_STAGE, pipeline)
     own = own_actions(*initial_program(job), slot) if job.has_program else ()
     numbers = {each.microbatch: each for each in own if each.op in ops}
-    middle = sorted(numbers)[len(numbers) // 2] if numbers else job.microbatches // 2
+    middle = sorted(numbers)[len(numbers) // 2] if numbers else job.program_microbatches // 2
     microbatch = middle if microbatch is None else microbatch
     return numbers.get(microbatch, Action(stage, ops[0], microbatch, pipeline))
 

@@ -337,7 +337,7 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
     limits = {"step": (at.step, job.steps)} if job.has_steps else {}
     limits |= {"pipeline": (action.pipeline, job.pipelines), "stage": (action.stage, job.slots)}
     if action.op not in STAGE_OPS:
-        limits["microbatch"] = (action.microbatch, job.microbatches)
+        limits["microbatch"] = (action.microbatch, job.program_microbatches)
     return [
         _beyond(f"{place}.{name}", name, value, limit, job)
         for name, (value, limit) in limits.items()

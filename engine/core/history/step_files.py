@@ -78,7 +78,7 @@ def step_file(name: str) -> StepFile | None:
 
 def span_of(job: Job) -> int:
     """Returns the steps of a range: 1, 2 or 5 times a power of ten, for a range of about a megabyte."""
-    num_actions = job.pipelines * job.slots * (6 * job.microbatches + 6)
+    num_actions = job.pipelines * job.slots * (6 * job.program_microbatches + 6)
     most, span = max(1, _RANGE_BYTES // (num_actions * ENTRY_BYTES)), 1
     while span * 10 <= most:
         span *= 10

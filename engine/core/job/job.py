@@ -87,6 +87,11 @@ class Job:
     pipelines: int = described(1, "data-parallel copies of the whole model (D)")
     microbatches: int = described(8, "microbatches per pipeline and step (M)")
     microbatch_size: int = described(4, "samples per microbatch")
+    slices: int = described(
+        1,
+        "slices of a microbatch along the sequence, for less activation memory (Seq1F1B); each counts as a microbatch "
+        "of the program; needs layers with a method forward_slice, such as those of gpt; changes bits",
+    )
     steps: int = described(80, "optimizer steps")
     epochs: int = described(
         0,
@@ -286,7 +291,13 @@ class Job:
     @property
     def grid(self) -> Grid:
         """The slots of all pipelines; without the ties of the model."""
-        return Grid(self.slots, self.microbatches, self.pipelines, blocks=self.blocks, fsdp=self.fsdp)
+        shape = self.slots, self.program_microbatches, self.pipelines
+        return Grid(*shape, blocks=self.blocks, fsdp=self.fsdp, slices=self.slices)
+
+    @property
+    def program_microbatches(self) -> int:
+        """The microbatches of a pipeline's program: those of the job, or their slices."""
+        return self.microbatches * self.slices
 
     @property
     def most_workers(self) -> int:
@@ -376,6 +387,7 @@ _AT_LEAST = {
     "pipelines": 1,
     "microbatches": 1,
     "microbatch_size": 1,
+    "slices": 1,
     "redundancy_level": 1,
     "steps": 1,
     "epochs": 0,
@@ -408,6 +420,7 @@ AT_MOST = {
     "standby": 1024,
     "pipelines": 1024,
     "microbatches": 65536,
+    "slices": 4096,
     "threads": 1024,
     "steps": 1_000_000_000_000,
 }
@@ -430,9 +443,10 @@ def size_problems(job: Job) -> list[Problem]:
         for name, most in AT_MOST.items()
         if getattr(job, name) > most
     ]
-    num_actions = job.slots * job.pipelines * job.microbatches
+    num_actions = job.slots * job.pipelines * job.program_microbatches
     if num_actions > _MAX_FORWARDS and not AT_MOST.keys() & {each.field for each in problems}:
-        expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
+        blocks, slices = "x blocks " * (job.blocks > 1), "x slices " * (job.slices > 1)
+        expected = f"stages {blocks}x pipelines x microbatches {slices}<= {_MAX_FORWARDS}"
         problems.append(Problem("microbatches", expected, str(num_actions)))
     if not problems and (num_workers := job.most_workers) > _MOST_WORKERS:
         expected = f"stages x pipelines / stages_per_worker <= {_MOST_WORKERS}, the workers of a job"

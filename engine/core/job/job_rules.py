@@ -82,9 +82,12 @@ _MOST_SHOWN = 5
 
 
 def check_schedule(
-    schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+    schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice, slices: int = 1
 ) -> list[Problem]:
-    """Returns a problem for each rule about schedules that these fields of a job break."""
+    """Returns a problem for each rule about schedules that these fields of a job break.
+
+    With more than one of `slices` in a microbatch of the job, `microbatches` counts slices.
+    """
     unknown = []
     if not is_text(schedule) and schedule not in SCHEDULES:
         expected = f"one of {', '.join(sorted(SCHEDULES))}"
@@ -99,7 +102,8 @@ def check_schedule(
         return unknown
     num_workers = stages // stages_per_worker
     if is_text(schedule):
-        return _check_text(schedule, num_workers, stages_per_worker, microbatches, choice)
+        grid = Grid(stages, microbatches, slices=slices)
+        return _check_text(schedule, num_workers, stages_per_worker, grid, choice)
     return _check_named(schedule, SCHEDULES[schedule], num_workers, stages_per_worker, microbatches, choice)
 
 
@@ -127,7 +131,7 @@ def _check_named(
 
 
 def _check_text(
-    text: str, num_workers: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+    text: str, num_workers: int, stages_per_worker: int, grid: Grid, choice: PlacementChoice
 ) -> list[Problem]:
     try:
         lists = lists_from_csv(text)
@@ -143,7 +147,6 @@ def _check_text(
         expected = f"the stages on the workers as placement {placement} has them"
         stands = (f"stage {stage} on worker {worker}" for stage, worker in sorted(stages_on(lists).items()))
         return [Problem("schedule", expected, ", ".join(stands))]
-    grid = Grid(num_workers * stages_per_worker, microbatches)
     ownership = fresh(grid, stages_per_worker, placement)
     program = build_program(text, ownership)
     broken = verify(program, ownership)[:_MOST_SHOWN]
@@ -202,7 +205,8 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("best", "no value in this job", repr(job.best), hint))
     if not 0 <= job.ema < 1:
         problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
-    problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
+    shape = job.stages, job.stages_per_worker, job.program_microbatches
+    problems += check_schedule(job.schedule, *shape, job.placement, job.slices)
     problems += [*_check_directions(job), *_check_blocks(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *metric_problems(job)]
@@ -217,6 +221,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         expected = f"0 with blocks, or with more than {_MOST_ADAPTED} forwards of a pipeline"
         problems.append(Problem("adapt_schedule", expected, str(job.adapt_schedule), "use `bamboo schedule search`"))
     problems += [
+        *_check_slices(job),
         *_check_workers(job),
         *_check_shards(job),
         *_check_offload(job),
@@ -239,6 +244,31 @@ def _check_blocks(job: Job) -> list[Problem]:
     if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
         return [Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks))]
     return []
+
+
+def _check_slices(job: Job) -> list[Problem]:
+    """Slices have been shown to be right with some other fields only."""
+    if job.slices == 1:
+        return []
+    paired = [name for name, each in SCHEDULES.items() if each.overlaps or directions_of(name) > 1]
+    refused = (
+        ("fsdp", "0", job.fsdp > 0, "a slice keeps keys and values that were computed with whole weights"),
+        ("variable_shapes", "false", job.variable_shapes, "all microbatches are cut at the same places"),
+        ("activation_checkpoint", "0", job.activation_checkpoint > 0, "a later slice reads what a checkpoint drops"),
+        ("offload", "none", job.offload != "none", "a later slice reads the residual that would be on the host"),
+        ("residuals", "auto or recompute", job.residuals == "ship", "a residual has the states of earlier slices"),
+        ("loss_normalisation", "microbatches", job.loss_normalisation != "microbatches", "a loss sees one slice"),
+        ("adapt_schedule", "0", job.adapt_schedule > 0, "times are compared for whole microbatches"),
+        ("blocks", "1", job.blocks > 1, "states are kept for whole stages"),
+        ("elastic", "false", job.elastic, "states are kept until a stage's owner dies"),
+        ("standby", "0", job.standby > 0, "states are kept until a stage's owner dies"),
+        ("schedule", f"none of {', '.join(paired)}", job.schedule in paired, "slices have not been tried with it"),
+    )
+    return [
+        Problem(field, f"{expected} with slices", repr(getattr(job, field)), hint)
+        for field, expected, is_set, hint in refused
+        if is_set
+    ]
 
 
 def _check_directions(job: Job) -> list[Problem]:
@@ -311,9 +341,12 @@ def _check_streams(job: Job) -> list[Problem]:
     if job.log_every and job.redundancy not in ("lazy", "eager"):
         expected = "0 without shadows"
         hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
-    elif job.log_every >= job.microbatches >= 1:
-        expected = f"a whole number <= {job.microbatches - 1}"
-        hint = f"of {job.microbatches} microbatches; after the last, the log of the whole step is sent"
+    elif job.log_every >= job.program_microbatches >= 1:
+        expected = f"a whole number <= {job.program_microbatches - 1}"
+        hint = f"of {job.program_microbatches} microbatches; after the last, the log of the whole step is sent"
+    elif job.slices and job.log_every % job.slices:
+        expected = f"a multiple of {job.slices} slices"
+        hint = "a shadow runs all slices of a microbatch, or none"
     return [Problem("log_every", expected, repr(job.log_every), hint)] if expected else []
 
 

@@ -86,7 +86,7 @@ def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int
         optimizer=sum(each.optimizer for each in held),
         gradients=sum(each.trained for each in held) + sum(sizes[stage].trained for stage in means),
         buffers=sum(each.buffers for each in held) * (1 + job.pipelines * job.retains),
-        borders=sum(crossing(ownership, own, sizes)) * job.microbatches * job.retains,
+        borders=sum(crossing(ownership, own, sizes)) * job.program_microbatches * job.retains,
         copies=copied * _copies(job),
     )
 

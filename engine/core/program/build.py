@@ -75,10 +75,10 @@ def build_program(
 def baseline(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Baseline | None:
     """Returns what the repair of a step with these owners looks up; None if such a step is always planned from scratch.
 
-    It is if stages are in shards, and if all workers run all their forwards first: merged in that order, two stages
-    take up to a fifth longer than in the order of the planner.
+    It is if stages are in shards or microbatches in slices, and if all workers run all their forwards first: merged in
+    that order, two stages take up to a fifth longer than in the order of the planner.
     """
-    if grid.fsdp:
+    if grid.fsdp or grid.slices > 1:
         return None
     program = owners_program(schedule, grid, owners)
     if all(map(_runs_forwards_first, program.values())):

@@ -13,13 +13,27 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import ALL, OP_TABLE, SEND_OPS, Action, By, Op, OpRow, Program, StepPosition, Term, Where
+from engine.core.action import (
+    ALL,
+    OP_TABLE,
+    SEND_OPS,
+    Action,
+    By,
+    Op,
+    OpRow,
+    Program,
+    Slicing,
+    StepPosition,
+    Term,
+    Where,
+)
 from engine.core.ownership import Ownership
 from engine.core.value import WIRE, Held, Kind, Value
 
 _new = tuple.__new__
 
-_Flat = tuple[Kind, bool, int, int]  # kind, whether it is here, stages further, microbatches further
+# kind, whether it is here, stages further, microbatches further, what slices change
+_Flat = tuple[Kind, bool, int, int, Slicing | None]
 
 
 class _Terms(NamedTuple):
@@ -75,9 +89,14 @@ def _values(of: _Terms, action: Action, worker: int, ownership: Ownership) -> tu
     if of_shadow is not terms and ownership.owner(pipeline, stage) != worker:
         terms = of_shadow
     values: list[Held] = []
-    for kind, is_here, further, later in terms:
+    for kind, is_here, further, later, slicing in terms:
         if (not later or microbatch) and (not further or 0 <= stage + further < ownership.grid.stages):
-            value = _new(Value, (kind, pipeline, stage + further, microbatch + later))
+            index = microbatch + later
+            if slicing is Slicing.TURNED:
+                index = ownership.grid.turned(microbatch)
+            elif slicing and (ownership.grid.slices == 1 or (later and microbatch % ownership.grid.slices == 0)):
+                continue
+            value = _new(Value, (kind, pipeline, stage + further, index))
             values.append((worker if is_here else WIRE, value))
     return tuple(values)
 
@@ -86,7 +105,7 @@ def _uneven(terms: tuple[Term, ...], action: Action, worker: int, ownership: Own
     stage, op, _, first = action
     other_role = By.SHADOW if ownership.owner(first, stage) == worker else By.OWNER
     for pipeline in ownership.pipelines_of(worker, stage) if OP_TABLE[op].per_pipeline else (first,):
-        for kind, at, _, later, by in terms:
+        for kind, at, _, later, by, _ in terms:
             if by is other_role:
                 continue
             if at is Where.TIED:
@@ -119,7 +138,11 @@ def _by_role(terms: tuple[Term, ...], row: OpRow) -> _Terms:
     if row.per_pipeline or any(each.at in (Where.TIED, Where.VOTERS) or each.kind is Kind.VOTED for each in terms):
         return _Terms((), (), terms)
     owner, shadow = (
-        tuple((each.kind, each.at is Where.HERE, each.stage, each.microbatch) for each in terms if each.by is not other)
+        tuple(
+            (term.kind, term.at is Where.HERE, term.stage, term.microbatch, term.slicing)
+            for term in terms
+            if term.by is not other
+        )
         for other in (By.SHADOW, By.OWNER)
     )
     return _Terms(owner, owner if owner == shadow else shadow)
@@ -138,7 +161,8 @@ RECEIVES: dict[Kind, Op] = {_CARRIES[op][0]: op for op in _CARRIES.keys() - SEND
 #
 # The numbers are read off `needs`, `makes` and `rendezvous`. The actions of one op on one slot of one worker need and
 # make the same values, further by the microbatch; the first microbatch may need fewer. So the rule is asked twice for
-# all of them, and the rest is an addition: the values of one place, kind and slot have successive numbers.
+# all of them, and the rest is an addition: the values of one place, kind and slot have successive numbers. In a step of
+# slices it is asked for each slice of a microbatch.
 #
 #     1F0  needs 40     makes 80 120 160     activation 0 of stage 0 is 40, residual 0 of stage 1 is 120
 #     1F3  needs 43 162 makes 83 123 163     1F3 also needs counter 2 of stage 1: 160 + 2
@@ -156,6 +180,11 @@ class IndexedActions(NamedTuple):
     begins: tuple[int, ...]
     meets: tuple[int, ...]
     makes: tuple[int, ...]
+
+
+def line_number(microbatch: int, slices: int) -> int:
+    """Returns the number of an action's line: microbatch 0 has one for itself, and so has each slice of the others."""
+    return microbatch % slices if microbatch else -1
 
 
 class DependencyIndex:
@@ -192,10 +221,7 @@ class DependencyIndex:
         return place, Action(stage, kind, above - 1, pipeline)
 
     def line(self, action: Action, worker: int) -> IndexedActions:
-        """Returns the line of a worker's actions that differ from `action` in the microbatch alone.
-
-        Microbatch 0 has a line for itself.
-        """
+        """Returns the line of a worker's actions that differ from `action` in the microbatch alone (`line_number`)."""
         key = action.op, action.microbatch
         if key in self._same:
             return self._same[key]

@@ -189,6 +189,7 @@ class _Walk:
         self.latency = latency
         self.stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
         self.numbers = DependencyIndex(program, ownership)
+        self.slices = ownership.grid.slices
         self.there: list[float] = []  # by number
         for thing in held:
             number = self.numbers.of(thing)
@@ -216,14 +217,16 @@ class _Walk:
     def _goes(self, worker: int, costs: Iterable[float]) -> Iterator[int]:
         """Runs one worker to its end; yields the number of each missing value, and continues when resumed."""
         there, starts, waiting = self.there, self.starts[worker], self.waiting
-        lines: dict[tuple[int, Op, bool, int], IndexedActions] = {}
+        lines: dict[tuple[int, Op, int, int], IndexedActions] = {}
+        slices = self.slices
         free_at, latency, actions = 0.0, self.latency, self.program[worker]
         link = HostLink(actions, self.stashed[worker]) if any(op in STASH_OPS for _, op, _, _ in actions) else None
         for action, cost in zip(actions, costs, strict=False):
             stage, op, microbatch, pipeline = action
-            line = lines.get((stage, op, microbatch > 0, pipeline))
+            key = stage, op, microbatch % slices if microbatch else -1, pipeline  # as `line_number`, without a call
+            line = lines.get(key)
             if line is None:
-                line = lines[stage, op, microbatch > 0, pipeline] = self.numbers.line(action, worker)
+                line = lines[key] = self.numbers.line(action, worker)
                 self._make_room()
             needed, begun, met, made = line
             start = free_at

@@ -24,7 +24,7 @@ from engine.core.message_kinds import ToAgent, ToWorker, message
 from engine.core.ownership import Slot, runs_of
 from engine.core.value import Kind, Value
 
-_LISTED = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.PENDING})
+_LISTED = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.CARRY, Kind.PENDING})
 
 IndexRun = tuple[int, int]  # first and last microbatch
 
@@ -107,7 +107,7 @@ class Inventory:
     counted: Mapping[Slot, int] = field(default_factory=dict)
     added: Mapping[Slot, int] = field(default_factory=dict)
     logged: tuple[Slot, ...] = ()
-    values: ValueRuns = field(default_factory=ValueRuns)  # activations, gradients, residuals and pendings
+    values: ValueRuns = field(default_factory=ValueRuns)  # activations, gradients, residuals, carries and pendings
     saved: Mapping[Slot, SavedResiduals] = field(default_factory=dict)  # by a worker that leaves
     stuck: str = ""  # why it cannot send other residuals
     rates: Mapping[int, int] = field(default_factory=dict)  # bytes a second to other workers, as far as they are known

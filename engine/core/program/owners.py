@@ -20,7 +20,7 @@ from engine.core.program.dependencies import peers_of
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import merged_compute
 from engine.core.program.schedule_csv import is_text, lists_from_csv
-from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists, in_blocks
+from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists, in_blocks, in_slices
 from engine.core.program.teams import in_pipeline, is_in_list_order, teams_of
 
 
@@ -167,7 +167,8 @@ def _lists(schedule: str, ownership: Ownership) -> _Lists | None:
             stages[worker_of(stage // grid.blocks, num_workers, known.placement)].add(stage)
 
         def make(place: int) -> ComputeList:
-            return in_blocks(known.generate(place, num_workers, stages_per_worker, grid.microbatches), grid.blocks)
+            shape = num_workers, stages_per_worker, grid.microbatches + grid.slices - 1
+            return in_blocks(in_slices(known.generate(place, *shape), grid.slices), grid.blocks)
 
     for of_line in stages:
         for pipeline in range(0, grid.pipelines, directions):

@@ -25,7 +25,7 @@ from itertools import groupby, repeat
 from engine.core.action import FORWARD_OPS, OP_TABLE, Action, Op, make_action
 from engine.core.errors import ensure
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import needs
+from engine.core.program.dependencies import line_number, needs
 from engine.core.program.schedules import COSTS
 from engine.core.value import Held, Kind
 
@@ -42,7 +42,8 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
     only. Each action belongs to the owner of its slot.
     """
     makers = _MakersOfValues(ownership, held, done)
-    lines: dict[tuple[int, Op, bool, int], list[tuple[_Makers, int]]] = {}  # the first microbatch may need fewer values
+    lines: dict[tuple[int, Op, int, int], list[tuple[_Makers, int]]] = {}  # the first microbatch may need fewer values
+    slices = ownership.grid.slices
     tasks: Tasks = {}
     counters = (makers[kind, *slot] for slot in ownership.grid.slots() if slot not in done for kind in _COUNTERS)
     missing = [makes[-1] for makes in counters if makes[-1] is not None]
@@ -51,11 +52,12 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
         if action in tasks:
             continue
         stage, op, microbatch, pipeline = action
-        line = lines.get((stage, op, microbatch > 0, pipeline))
+        key = stage, op, line_number(microbatch, slices), pipeline
+        line = lines.get(key)
         if line is None:
             values = [value for _, value in needs(action, ownership.owner(pipeline, stage), ownership)]
             line = [(makers[value[:3]], value.index - microbatch) for value in values]
-            lines[stage, op, microbatch > 0, pipeline] = line
+            lines[key] = line
         makers_of_needs = (makes[microbatch + more] for makes, more in line)
         tasks[action] = before = [maker for maker in makers_of_needs if maker is not None]
         missing += before
@@ -115,6 +117,8 @@ class _MakersOfValues(dict[tuple[Kind, int, int], _Makers]):
 # is twice as long as another one would wait while the pipeline fills. So there windows are one more, up to the number
 # of shortest runs that the slots to the end would make.
 #
+# Slices make the window longer by all but one of them: the backward of the last slice of a microbatch comes first.
+#
 # A free worker takes its best ready task: forwards first, then by microbatch, then later stages first. With that limit,
 # forwards first *is* 1F1B on a worker with one slot:
 #
@@ -163,7 +167,8 @@ def in_flight(ownership: Ownership) -> dict[Slot, int]:
         more = max(lengths) >= 2 * shortest
         for number, length in enumerate(lengths):
             for stage in range(first, first + length):
-                windows[pipeline, stage] = min(len(lengths) - number + more, -(-(stages - stage) // shortest))
+                window = min(len(lengths) - number + more, -(-(stages - stage) // shortest))
+                windows[pipeline, stage] = window + ownership.grid.slices - 1
             first += length
     return windows
 
@@ -180,6 +185,8 @@ def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -
         if ahead:
             before[number].append(ahead[-1])
         ahead.append(number)
+    if ownership.grid.slices > 1:
+        _keep_states(order, number_of, before, ownership)
     windows = in_flight(ownership)
     for slot, numbers in forwards.items():
         following = backwards.get(slot, [])
@@ -189,6 +196,19 @@ def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -
             if num_ended:
                 before[number].append(following[num_ended - 1])
     return before
+
+
+def _keep_states(
+    order: Sequence[Action], number_of: dict[Action, int], before: list[list[int]], ownership: Ownership
+) -> None:
+    """Lets a backward, which drops the state of its slice, wait for the forward of the slice behind, which reads it."""
+    grid = ownership.grid
+    for number, (stage, op, microbatch, pipeline) in enumerate(order):
+        if op in FORWARD_OPS and microbatch % grid.slices:
+            backwards = (Action(stage, op, grid.turned(microbatch - 1), pipeline) for op in (Op.B, Op.I))
+            for backward in backwards:
+                if backward in number_of:
+                    before[number_of[backward]].append(number)
 
 
 def starts(

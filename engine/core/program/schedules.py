@@ -43,6 +43,22 @@ def in_runs(line: ComputeList, run_of: Callable[[Action], range]) -> ComputeList
     )
 
 
+def in_slices(line: ComputeList, slices: int) -> ComputeList:
+    """Returns a list for microbatches of `slices` slices, made of one for `slices` - 1 more microbatches.
+
+    Seq1F1B (arXiv 2406.03488): the backward of the last slice of a microbatch comes first, so every backward comes
+    `slices` - 1 forwards later. These forwards have no backward, and the first backwards of the list have no forward.
+    """
+    later = slices - 1
+    most = max((action.microbatch for action in line), default=0) - later
+    moved = (action if action.op in FORWARD_OPS else _later(action, -later) for action in line)
+    return tuple(action for action in moved if 0 <= action.microbatch <= most) if later else line
+
+
+def _later(action: Action, more: int) -> Action:
+    return action._replace(microbatch=action.microbatch + more)
+
+
 class WorkerList:
     """Builder of the list of one worker: each action takes the next microbatch of its stage."""
 

@@ -379,7 +379,7 @@ def _wanted(reading: Reading, number: int, raw: object, kinds: Mapping[str, Faul
 
 def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:
     op = Op(values.get("action", Op.B.value))
-    microbatch = values.get("microbatch", job.microbatches // 2)
+    microbatch = values.get("microbatch", job.program_microbatches // 2)
     if op in STAGE_OPS:
         if "microbatch" in values:
             hint = f"{op} concerns the whole {job.slot_noun}"

@@ -283,6 +283,6 @@ def _generated(name: str, job: Job) -> str:
     if not hasattr(module, attribute):
         raise AttributeError(f"{attribute} in {module_name} {nearest(attribute, dir(module))}")
     lists: Iterable[Iterable[object]] = getattr(module, attribute)(
-        job.stages // max(1, job.stages_per_worker), job.stages_per_worker, job.microbatches
+        job.stages // max(1, job.stages_per_worker), job.stages_per_worker, job.program_microbatches
     )
     return "".join(",".join(str(action) for action in line) + "\n" for line in lists)

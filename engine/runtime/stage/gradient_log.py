@@ -128,7 +128,7 @@ def take_entry(
 def _specs_of(stage: Stage) -> tuple[list[TensorSpec], list[TensorSpec], list[TensorSpec]]:
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
-    losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
+    losses = [TensorSpec((stage.job.program_microbatches,), torch.float64, False)] if stage.is_last else []
     return gradients, buffers * stage.job.pipelines, losses * stage.job.pipelines
 
 

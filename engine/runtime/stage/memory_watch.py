@@ -19,6 +19,7 @@ from engine.core.ownership import Ownership
 from engine.models.data import Data
 from engine.models.data_sources import largest
 from engine.models.layers import Batch, Tensors
+from engine.models.slices import slice_of
 from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.random_streams import set_back
@@ -47,7 +48,8 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> MicrobatchBytes:
     """Returns the bytes that a microbatch takes, measured on two of them; restores the stage afterwards."""
-    modules = modules_of(stage.layers.values())
+    modules, slices = modules_of(stage.layers.values()), stage.slices
+    stage.slices = 1  # each microbatch is the first slice of one
     try:
         with set_back(stage.device), lending(modules, snapshot_of(modules).copy().buffers()), LiveBytes() as live:
             for microbatch in (0, 1):
@@ -59,7 +61,7 @@ def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> 
                 stage.backward(0, microbatch, _ones_for(stage, microbatch))
     finally:
         stage.forget_step()
-        stage.peak_stash = 0
+        stage.slices, stage.peak_stash = slices, 0
     num_input_bytes = sum(in_blocks(each.nbytes) for each in (*inputs, *(targets or ())))
     largest = max((each.nbytes for each in stage.trained()), default=0)
     return MicrobatchBytes(after - before + num_input_bytes, most - after, live.most - begin, largest)
@@ -92,7 +94,7 @@ class MemoryWatch:
                 batch = Batch((), ())
                 if index == 0 or stage.is_last:
                     job = self._replicas.job
-                    batch = data.microbatch(*largest(job, data), job.microbatch_size)
+                    batch = slice_of(data.microbatch(*largest(job, data), job.microbatch_size), 0, job.slices)
                 targets = self._replicas.device.put_all(batch.targets) if stage.is_last else None
                 self._tried[index] = microbatch_bytes(stage, self._inputs(index, batch), targets)
         self._replicas.device.memory_peak()

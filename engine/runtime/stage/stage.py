@@ -26,6 +26,7 @@ from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import MAX_TENSORS, Model, Tensors, Tie, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
 from engine.models.memory_rules import refuse_what_cannot_be_kept
+from engine.models.slices import called_with_slice, refuse_whole
 from engine.models.user_code import RAISED, blame, running
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.device.missing_gradients import is_missing, look_at, made, marked, marked_as, none_like
@@ -64,6 +65,23 @@ class Segment:
     inputs: Tensors
     outputs: Tensors
     place: str
+    num_own: tuple[int, int] = (-1, -1)  # inputs and outputs before those that are the state of slices; -1: all
+
+    @property
+    def own_outputs(self) -> Tensors:
+        """The outputs of the layer without its state."""
+        return self.outputs if self.num_own[1] < 0 else self.outputs[: self.num_own[1]]
+
+    def with_carry(self, gradients: Tensors, carry: Tensors | None) -> Tensors:
+        """Returns the gradients of all outputs; `carry` has those of the state, None of the last slice."""
+        if carry is None:
+            carry = tuple(none_like(each) for each in self.outputs[self.num_own[1] :] if each.requires_grad)
+        return *gradients, *carry
+
+    def without_carry(self, gradients: Tensors) -> tuple[Tensors, Tensors]:
+        """Returns the gradients of the layer's own inputs, and those of the state before."""
+        num_own = sum(tensor.requires_grad for tensor in self.inputs[: self.num_own[0]])
+        return gradients[:num_own], gradients[num_own:]
 
     def backward(self, gradients: Tensors, only_inputs: bool = False, keep_graph: bool = False) -> Tensors:
         """Runs the backward: adds to the gradients of the parameters, returns those of the inputs that need one.
@@ -261,10 +279,14 @@ class Stage:
         self.model = model
         self.pipeline = pipeline
         self.layers = {index: build_layer(job, model, index, device) for index in range(first, last)}
+        for index, layer in self.layers.items() if job.slices > 1 else ():
+            refuse_whole(model.layers[index], layer, self.where(index))
         self.is_last = last == len(model.layers)
         self.optimizers = layer_optimizers(job, model, self.layers)
         self.residuals: dict[int, Residual] = {}
         self.pending: dict[int, Pending] = {}
+        self.is_sliced, self.slices = job.slices > 1, job.slices
+        self.carries: dict[int, dict[int, Tensors]] = {}  # gradients of the states before a slice, by layer
         self.away: dict[int, int] = {}  # residuals on the host alone, and the bytes that this freed on the device
         self.losses: dict[int, float] = {}  # of the counted microbatches
         self.counted = 0  # forwards of this step that the buffers contain
@@ -279,7 +301,7 @@ class Stage:
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
         self._first_returned: dict[tuple[int, tuple[torch.Size, ...]], Border] = {}  # by layer and sizes of its inputs
-        self._share = LossShare(job.microbatches)
+        self._share = LossShare(job.program_microbatches)
         # Trained parameters by layer and name; with FSDP, the unsharded ones.
         self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
         self._without_accumulator = self.trained()
@@ -311,7 +333,7 @@ class Stage:
 
     def forget_step(self) -> None:
         """Drops the residuals, gradients, losses and counters of the open step."""
-        self.residuals, self.pending, self.away, self.losses, self.keys = {}, {}, {}, {}, {}
+        self.residuals, self.pending, self.carries, self.away, self.losses, self.keys = {}, {}, {}, {}, {}, {}
         self.counted = self.added = 0
         self.history.forget_step()
         self._without_accumulator = self.trained()
@@ -379,7 +401,8 @@ class Stage:
                 history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
                 checkpoint = Checkpoint(residual.outputs, history.keep())
             segments = self._run(group, step, microbatch, residual.outputs)
-            residual.outputs = cut_off(segments[-1].outputs) if checkpoint else segments[-1].outputs  # drops the graph
+            outputs = segments[-1].own_outputs
+            residual.outputs = cut_off(outputs) if checkpoint else outputs  # drops the graph
             residual.groups.append(checkpoint or segments)
         if self.border is not None:
             self._check(max(self.layers), self.border, residual.outputs)
@@ -408,7 +431,8 @@ class Stage:
         ensure(microbatch == self.added, f"backward {microbatch} where {self.added} are in")
         of_inputs = self._backward(step, microbatch, gradients)
         if self._without_accumulator:
-            self._own_accumulators((*gradients, *of_inputs))
+            carried = (each for of_layer in self.carries.get(microbatch, {}).values() for each in of_layer)
+            self._own_accumulators((*gradients, *of_inputs, *carried))
         self.added += 1
         return of_inputs
 
@@ -434,16 +458,28 @@ class Stage:
 
     def _backward(self, step: int, microbatch: int, gradients: Tensors, pending: Pending | None = None) -> Tensors:
         """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
-        residual = self.residuals.pop(microbatch).made()
+        behind = self.carries.pop(microbatch - 1) if microbatch % self.slices else {}
+        before: dict[int, Tensors] = {}
+        residual = self.residuals.pop(self.turned(microbatch)).made()
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share.of(residual.loss.outputs[0], self.loss_scale),))
         for group, entry in zip(reversed(self.groups), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, entry) if isinstance(entry, Checkpoint) else entry
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
+                if self.is_sliced:
+                    gradients = segment.with_carry(gradients, behind.get(index))
                 if pending is not None:
                     pending.append((index, segment, gradients))
                 gradients = segment.backward(gradients, pending is not None, pending is not None)
+                if self.is_sliced:
+                    gradients, before[index] = segment.without_carry(gradients)
+        if (microbatch + 1) % self.slices:
+            self.carries[microbatch] = before
         return gradients
+
+    def turned(self, microbatch: int) -> int:
+        """Returns the number of the forward of a backward's slice, as `Grid.turned`."""
+        return microbatch + self.slices - 1 - 2 * (microbatch % self.slices)
 
     def _own_accumulators(self, handed: Tensors) -> None:
         """Copies accumulators that share memory with `handed`: autograd may accumulate into a tensor it was given."""
@@ -471,7 +507,7 @@ class Stage:
         The last stage tries loss and metric too. Raises UserError for buffers, TypeError for outputs that break a rule.
         """
         with on_trial(self.layers, self.model):
-            outputs = self._run(list(self.layers), 0, 0, inputs)[-1].outputs
+            outputs = self._run(list(self.layers), 0, 0, inputs)[-1].own_outputs
             if targets is not None:
                 loss_of(self.model, outputs, targets)
             for of_validation in validation:
@@ -486,30 +522,51 @@ class Stage:
         return f"layer {index} ({self.model.layers[index].name})"
 
     def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[Segment]:
-        segments = []
+        segments, number = [], microbatch % self.slices
+        states = self._states_behind(microbatch - 1) if number else {}
         for index in group:
             key = self.keys.pop((step, index, microbatch), None)
             self.device.seed(self._key(step, index, microbatch) if key is None else key)
-            cut = cut_off(inputs)
+            cut = cut_off((*inputs, *states.get(index, ())))
             before = [tensor._version for tensor in cut]
-            outputs = self.call(index, cut)
+            num_inputs = len(inputs)
+            if self.is_sliced:
+                outputs, state = self._call_slice(index, cut, num_inputs, number)
+            else:
+                outputs, state = self.call(index, cut), ()
             if [tensor._version for tensor in cut] != before:  # a recovery needs the input
                 raise self._wrong(index, "a layer must not overwrite what it is called with")
             sizes = tuple(each.shape for each in cut) if self.job.variable_shapes else ()
             self._check(index, self._first_returned.setdefault((index, sizes), border_of(outputs)), outputs)
-            segments.append(Segment(cut, outputs, self.where(index)))
+            segments.append(Segment(cut, (*outputs, *state), self.where(index), (num_inputs, len(outputs))))
             inputs = outputs
         return segments
 
+    def _states_behind(self, microbatch: int) -> dict[int, Tensors]:
+        """Returns the state of each layer behind a slice."""
+        segments = (each for group in self.residuals[microbatch].groups if isinstance(group, list) for each in group)
+        return {index: each.outputs[each.num_own[1] :] for index, each in zip(self.layers, segments, strict=True)}
+
     def call(self, index: int, inputs: Tensors) -> Tensors:
         """Returns the outputs of one layer, contiguous like after a transfer: strides can decide bits."""
+        return self._called(index, inputs, lambda: (as_tensors(self.layers[index](*inputs), self.where(index)), ()))[0]
+
+    def _call_slice(self, index: int, inputs: Tensors, num_own: int, number: int) -> tuple[Tensors, Tensors]:
+        own, state = inputs[:num_own], inputs[num_own:]
+        start = number * own[0].shape[1]
+        layer, where = self.layers[index], self.where(index)
+        return self._called(index, inputs, lambda: called_with_slice(layer, own, start, state, where))
+
+    def _called(
+        self, index: int, inputs: Tensors, call: Callable[[], tuple[Tensors, Tensors]]
+    ) -> tuple[Tensors, Tensors]:
         try:
             with self._autocast():
-                outputs = as_tensors(self.layers[index](*inputs), self.where(index))
+                outputs, state = call()
         except RAISED as error:
             blame(error, self.where(index), self.layers[index], f"called with {shapes_of(inputs)}")
             raise
-        return tuple(output.contiguous() for output in outputs)
+        return tuple(each.contiguous() for each in outputs), tuple(each.contiguous() for each in state)
 
     def _check(self, index: int, expected: Border, outputs: Tensors) -> None:
         if wrong := difference(expected, outputs):

@@ -18,6 +18,7 @@ from engine.core.units import Args
 from engine.models.data import Data, keyed_generator
 from engine.models.data_sources import largest
 from engine.models.layers import Model, Tensors, sizes_of
+from engine.models.slices import slice_of
 from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.device.device import HOST, Device, FlopCount
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
@@ -35,10 +36,11 @@ def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int
     if job.partition == "parameters":
         layers = (build_layer(job, model, index) for index in range(len(model.layers)))
         return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    batch = data.microbatch(*largest(job, data), job.microbatch_size)
+    batch = slice_of(data.microbatch(*largest(job, data), job.microbatch_size), 0, job.slices)
     inputs, weights = device.put_all(batch.inputs), []
     for index in range(len(model.layers)):
         stage = Stage(job, model, 0, index, index + 1, device)
+        stage.slices = 1  # each microbatch is the first slice of one
         targets = device.put_all(batch.targets) if stage.is_last else None
         times = []
         # The first round only warms caches.
@@ -179,6 +181,7 @@ class LayerTrial:
         self._own = {}
         with self._watching("constructor"):
             stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device)
+        stage.slices = 1  # each microbatch is the first slice of one
         layer = stage.layers[self.index]
         if not (self.is_straight and when):  # it is copied, not built
             self.marked.note("weight", layer.named_parameters(), when)

@@ -98,6 +98,13 @@ def border_of(tensors: Tensors, *, is_open: bool = False) -> Border:
     return tuple(replace(TensorSpec.of(tensor), is_open=is_open) for tensor in tensors)
 
 
+def whole_border(border: Border, slices: int) -> Border:
+    """Returns the border of whole microbatches, by that of one of their slices along dimension 1."""
+    if slices == 1:
+        return border
+    return tuple(replace(spec, shape=(spec.shape[0], spec.shape[1] * slices, *spec.shape[2:])) for spec in border)
+
+
 def difference(expected: Border, tensors: Tensors) -> str:
     """Returns in words how tensors differ from the specs learned at the start; an empty string if they fit."""
     if len(tensors) == len(expected) and all(map(TensorSpec.fits, expected, tensors)):

@@ -82,8 +82,10 @@ def register(op: Op | Overlap, handler: Handler) -> None:
     _handlers[op] = handler
 
 
-def run_in_order(entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction) -> None:
-    """Runs actions by `run`, each after a `check`; a pair that has a handler after one check.
+def run_in_order(
+    entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction, *, has_pairs: bool = True
+) -> None:
+    """Runs actions by `run`, each after a `check`; a pair that has a handler after one check, unless none `has_pairs`.
 
     Raises InvariantError if a handler has not run each of its calls once, and the exceptions of the actions.
     """
@@ -95,8 +97,8 @@ def run_in_order(entries: Sequence[QueuedAction], check: Callable[[], None], run
         else:
             _hand_over(handler, (entry,), lambda call: run(*call))
 
-    actions = [action for action, _, _ in entries]
-    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if _handlers else {}
+    actions, paired = [action for action, _, _ in entries], has_pairs and _handlers
+    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if paired else {}
     for position, entry in enumerate(entries):
         if position - 1 in pairs:
             continue  # the second of a pair
@@ -130,7 +132,7 @@ class Executor:
         self.context = context
         self.step = step
         self.num_computed = 0
-        self._times = ComputeTimes(context.job.microbatches)
+        self._times = ComputeTimes(context.job.program_microbatches)
         device = context.replicas.device
         self._copies = device.copies
         self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
@@ -223,7 +225,8 @@ class Executor:
         self._run_all(self._actions, self.context.control.check)
 
     def _run_all(self, entries: Sequence[QueuedAction], check: Callable[[], None]) -> None:
-        run_in_order(entries, check, self._run)
+        # Neighbours in a program of slices may depend on each other.
+        run_in_order(entries, check, self._run, has_pairs=self.context.job.slices == 1)
         self._leave()
 
     def _leave(self) -> None:
@@ -346,9 +349,11 @@ class Executor:
         A worker that leaves, with so much time left, says which residuals it can send.
         """
         self.streams.settle()
-        offers = self._offer_residuals(left_ns) if left_ns else ResidualOffers()
+        is_sliced = self.context.job.slices > 1  # a later slice reads the states in the residual of an earlier one
+        offers = self._offer_residuals(left_ns) if left_ns and not is_sliced else ResidualOffers()
         stages = {slot: self.context.replicas.stages[slot] for slot in self.context.replicas.whole()}
         kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
+        kept += [Value(Kind.CARRY, *slot, each) for slot, stage in stages.items() for each in stage.carries]
         kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
         return Inventory(
             self.context.worker,

@@ -15,6 +15,7 @@ from engine.core.checks.determinism import settings_of
 from engine.core.job.job import Job
 from engine.models.data_sources import main, open_data
 from engine.models.model_loader import build_model
+from engine.models.slices import slice_of
 from engine.runtime.device.action_clock import LiveBytes, in_blocks
 from engine.runtime.device.device import HOST, set_up
 from engine.runtime.stage.class_optimizer import check_groups
@@ -30,18 +31,19 @@ def layer_costs(job: Job) -> dict[str, Any]:
 
     Sizes are bytes. `flops` are those of the forward and the backward of a microbatch, as torch counts them: two for
     each multiplication with an addition in matrix products, convolutions and attention, none for other operations.
-    `parameters` of the whole model counts tied ones once.
+    `parameters` of the whole model counts tied ones once. With slices all are of a first slice, which reads no state.
     """
     set_up(settings_of(job))
     data = open_data(job)
     model = build_model(job, data.facts, data)
     notes = [*model.notes, *unmeasured(job, model, data)]
     starts = partition_of(job, model, data, HOST)
-    batch = data.microbatch(0, 0, 0, job.microbatch_size)
+    batch = slice_of(data.microbatch(0, 0, 0, job.microbatch_size), 0, job.slices)
     values, layers = batch.inputs, dict[int, nn.Module]()
     rows: list[dict[str, Any]] = []
     for index, spec in enumerate(model.layers):
         stage = Stage(job, model, 0, index, index + 1)
+        stage.slices = 1
         layers[index] = stage.layers[index]
         with FlopCounterMode(display=False) as counter:
             with LiveBytes() as live:

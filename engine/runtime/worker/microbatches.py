@@ -30,6 +30,7 @@ from engine.models.data import Data, DataFacts
 from engine.models.data_sources import StreamData, evaluation, evaluation_sets, num_samples, samples_of
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import num_counted
+from engine.models.slices import slice_of
 from engine.models.token_limits import TokenLimits, limit_rows
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.process.progress_board import LoaderStatus
@@ -265,7 +266,7 @@ class MicrobatchLoader:
 
     def _load_ahead(self, step: int, action: Action) -> None:
         """Begins to load the microbatches of the forwards after an action, also of those in the next steps."""
-        data, count = self._data, self._job.load_ahead
+        data, count, slices = self._data, self._job.load_ahead, self._job.slices
         if not isinstance(data, WatchedData) or not data.may_load_ahead or action not in self._forwards:
             return
         if self._threads is None and count:  # a thread of its own has its own number of compute threads
@@ -277,14 +278,18 @@ class MicrobatchLoader:
             is_there = (at_step, following) in self._ahead or following in self._prepared
             if self._threads is None or is_there or at_step >= self._job.steps:
                 continue
-            at = (at_step, following.pipeline, following.microbatch, self._job.microbatch_size)
+            at = (at_step, following.pipeline, following.microbatch // slices, self._job.microbatch_size)
             self._ahead[at_step, following] = self._threads.submit(data.microbatch_ahead, *at)
 
     def _of_source(self, step: int, action: Action) -> Batch:
         ahead, data = self._ahead.pop((step, action), None), self._data
         if ahead is not None and isinstance(data, WatchedData):
             return data.await_ahead(ahead.result)
-        return data.microbatch(step, action.pipeline, action.microbatch, self._job.microbatch_size)
+        return data.microbatch(step, action.pipeline, self._number(action), self._job.microbatch_size)
+
+    def _number(self, action: Action) -> int:
+        """Returns the number of an action's microbatch in the data; the action may be on a slice of it."""
+        return action.microbatch // self._job.slices
 
     def prepare(self, step: int, action: Action) -> None:
         """Loads the microbatch of a later forward."""
@@ -293,16 +298,17 @@ class MicrobatchLoader:
 
     def told(self, step: int, action: Action) -> str:
         """Returns the microbatch of an action in words, with the numbers of its first samples in a finite data set."""
-        numbers = samples_of(self._data, step, action.pipeline, action.microbatch)
+        numbers = samples_of(self._data, step, action.pipeline, self._number(action))
         first = [*numbers[:_MOST_TOLD], *["..."] * (len(numbers) > _MOST_TOLD)]
         samples = f" ({numbered('sample', first)})" if first else ""
-        return f"microbatch {action.microbatch} of pipeline {action.pipeline}{samples}"
+        return f"microbatch {self._number(action)} of pipeline {action.pipeline}{samples}"
 
     def check_used(self, step: int, action: Action) -> None:
         """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""
-        used = self._used.pop((action.pipeline, action.stage, action.microbatch), ())
+        of_forward = self._job.grid.turned(action.microbatch)
+        used = self._used.pop((action.pipeline, action.stage, of_forward), ())
         if self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
-            difference = f"{named(action.microbatch, action.pipeline, step)} was overwritten before its backward"
+            difference = f"{named(self._number(action), action.pipeline, step)} was overwritten before its backward"
             raise UserError([impure_data(self._job.data, difference)])
 
     def marks_of(self, slot: Slot) -> LoadedMarks:
@@ -318,7 +324,7 @@ class MicrobatchLoader:
         self._prepared, self._marks, self._used = {}, {}, {}
 
     def _loaded(self, step: int, action: Action) -> Batch:
-        pipeline, stage, microbatch = action.pipeline, action.stage, action.microbatch
+        pipeline, stage, microbatch = action.pipeline, action.stage, self._number(action)
         batch = self._of_source(step, action)
         if is_due(self._job.audit, step, step == self._job.steps - 1) and microbatch < _MOST_MARKED:
             inputs, targets = _mark(batch.inputs), _mark(batch.targets)
@@ -329,8 +335,8 @@ class MicrobatchLoader:
                 raise UserError([another(self._job.data, name, (known, mark), how)])
             of_first, of_last = [(batch.inputs, inputs)], [(batch.targets, targets)]
             used = of_first * (stage == 0) + of_last * (stage == self._job.slots - 1)
-            self._used[pipeline, stage, microbatch] = used
-        return batch
+            self._used[pipeline, stage, action.microbatch] = used
+        return slice_of(batch, action.microbatch % self._job.slices, self._job.slices)
 
 
 def on_device(batch: Batch, device: Device) -> Batch:

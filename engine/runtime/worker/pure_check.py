@@ -30,6 +30,7 @@ from engine.models.data import Data, keyed_generator
 from engine.models.data_sources import largest
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.model_registry import is_own
+from engine.models.slices import slice_of
 from engine.runtime.device.device import HOST, Device, WithoutForm, unwritten_filled
 from engine.runtime.process.clock import now_ns
 from engine.runtime.stage.random_streams import displace, set_back
@@ -133,7 +134,8 @@ class PureCheck:
         with set_back(self.device):
             loads = 0 in stages or self.job.slots - 1 in stages
             if loads:
-                self._batches = [on_device(each, self.device) for each in self._data_trial.first()]
+                batches = [slice_of(each, 0, self.job.slices) for each in self._data_trial.first()]
+                self._batches = [on_device(each, self.device) for each in batches]
             for stage, share in stages.items():
                 self._try(stage, share)
             if loads:

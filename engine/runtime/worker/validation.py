@@ -29,7 +29,7 @@ from engine.models.predicted_samples import PredictedSamples
 from engine.runtime.checkpoint.outputs import write_outputs
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.transfers import Receiver, receives_of
-from engine.runtime.transport.transport import Transport, validation_key
+from engine.runtime.transport.transport import Transport, validation_key, whole_border
 from engine.runtime.worker.microbatches import on_device
 from engine.runtime.worker.step_end import WorkerContext
 
@@ -62,12 +62,13 @@ class Validation:
         self.is_at_end = ownership.owner(0, ownership.grid.stages - 1) == context.worker
         self._results: list[_Result] = []
         self._begin = EvaluatedBatch((), ())  # of the set that is being measured
-        self.grid = replace(ownership.grid, microbatches=len(self.parts))
+        self.grid = replace(ownership.grid, microbatches=len(self.parts), slices=1)
         alone = replace(ownership, grid=self.grid)
         program = build_validation(alone, only=peers_of(context.worker, alone))
         self.actions = program.get(context.worker, ())
         self.routes = routes_of(context.worker, program, alone)
-        self.receives = receives_of(self.actions, self.routes, context.borders, partial(validation_key, self.grid))
+        borders = tuple(whole_border(border, context.job.slices) for border in context.borders)
+        self.receives = receives_of(self.actions, self.routes, borders, partial(validation_key, self.grid))
 
     def run(self) -> PassEnded:
         """Runs the pass; the owner of the last stage gets the results, the others none."""

@@ -62,6 +62,7 @@ from engine.models.data import Data
 from engine.models.data_sources import evaluation, evaluation_sets, largest, open_data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
+from engine.models.slices import slice_of
 from engine.models.user_code import RAISED, exception_of, log_exception, log_stack, running_line
 from engine.runtime.checkpoint.export import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load, position_of
@@ -532,10 +533,11 @@ def _probed(stage: Stage, before: Border | None, data: Data) -> Border:
     if before is not None and not stage.is_last:
         return stage.probe(zeros)
     size = stage.job.microbatch_size
-    batch = on_device(data.microbatch(*largest(stage.job, data), size), stage.device)
+    slices = stage.job.slices
+    batch = on_device(slice_of(data.microbatch(*largest(stage.job, data), size), 0, slices), stage.device)
     # With variable shapes its targets are not those of these outputs.
     sets = evaluation_sets(data) if stage.job.validate_every and not stage.job.variable_shapes else ()
-    validation = [stage.device.put_all(evaluation(data, name, 0, size).targets) for name in sets]
+    validation = [stage.device.put_all(slice_of(evaluation(data, name, 0, size), 0, slices).targets) for name in sets]
     inputs = batch.inputs if before is None else zeros
     if not stage.is_last or stage.job.predict_args:
         return stage.probe(inputs)
