@@ -277,7 +277,7 @@ def test_memory_that_suffices_for_no_cut_is_told_and_the_job_goes_on() -> None:
     measured = MeasuredFacts(owned_bytes=(30 * MB,) * 12, memory=dict.fromkeys(range(3), 100 * MB))
     found = assign(dealt(grid, 3), [0, 1], measured)
     assert broken(grid, [0, 1], MeasuredFacts(), found) == []
-    assert "the memory of all workers together does not suffice" in found.why
+    assert "all workers together have too little memory" in found.why
 
 
 def test_a_joiner_stands_beside_workers_of_its_host() -> None:

@@ -87,9 +87,9 @@ def test_the_times_of_a_vote_leave_out_the_wait_for_a_core(monkeypatch: pytest.M
     """On a busy machine it falls to one worker now and to another one later, which would be slow for it."""
     waited_ns, told, vote = count(step=10**12), [], StepEnd.vote
 
-    def noted(self: StepEnd, action: Action, step: int, loaded: Any, took_ns: tuple[int, ...], *more: Any) -> None:
-        told.append(took_ns)
-        vote(self, action, step, loaded, took_ns, *more)
+    def noted(self: StepEnd, action: Action, step: int, loaded: Any, times: ComputeTimes) -> None:
+        told.append(times.of((action.pipeline, action.stage)))
+        vote(self, action, step, loaded, times)
 
     monkeypatch.setattr(CoreWaits, "total_ns", lambda waits: next(waited_ns))
     monkeypatch.setattr(StepEnd, "vote", noted)

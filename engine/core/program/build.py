@@ -75,8 +75,8 @@ def build_program(
 def baseline(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Baseline | None:
     """Returns what the repair of a step with these owners looks up; None if such a step is always planned from scratch.
 
-    It is if stages are in shards or microbatches in slices, and if all workers run all their forwards first: merged in
-    that order, two stages take up to a fifth longer than in the order of the planner.
+    It is with shards or slices, and if all workers run all forwards first: merged in that order, two stages take up to
+    a fifth longer than in the order of the planner.
     """
     if grid.fsdp or grid.slices > 1:
         return None
@@ -95,10 +95,8 @@ def pairs_in(schedule: str, blocks: int = 1) -> IsPair | None:
     """Returns which actions a schedule, a name or CSV, wants run at once; None if it wants none."""
     if not is_text(schedule):
         return of_kind(kind) if (kind := SCHEDULES[schedule].overlaps) else None
-    named = {
-        (in_blocks((first,), blocks)[-1], in_blocks((second,), blocks)[0])
-        for _, _, first, second in named_pairs(schedule)
-    }
+    pairs = ((first, second) for _, _, first, second in named_pairs(schedule))
+    named = {(in_blocks((first,), blocks)[-1], in_blocks((second,), blocks)[0]) for first, second in pairs}
     return (lambda first, second: (first._replace(pipeline=0), second._replace(pipeline=0)) in named) if named else None
 
 

@@ -53,8 +53,9 @@ class ComputeTimes:
             self._passed.setdefault((action.pipeline, action.stage), {})[action.op, action.microbatch] = end_ns
 
     def passed(self, slot: Slot) -> tuple[tuple[int, ...], ...]:
-        """Returns the ends of the transfers of a slot, of each of `BORDER_OPS` by microbatch."""
-        known = self._passed.get(slot, {})
+        """Returns the ends of the transfers of a slot, of each of `BORDER_OPS` by microbatch; empty without any."""
+        if not (known := self._passed.get(slot, {})):
+            return ()
         return tuple(tuple(end_ns for (op, _), end_ns in sorted(known.items()) if op is each) for each in BORDER_OPS)
 
     def clear(self) -> None:

@@ -431,7 +431,7 @@ class Executor:
     def _vote(self, action: Action, step: int) -> None:
         slot = action.pipeline, action.stage
         self._clock.look()
-        self.end.vote(action, step, self._loader.marks_of(slot), self._times.of(slot), self._times.passed(slot))
+        self.end.vote(action, step, self._loader.marks_of(slot), self._times)
 
     def _receive(self, action: Action, step: int) -> None:
         forward = self._worker_program.next_forwards.get(action)

@@ -21,6 +21,7 @@ from engine.core.job.update_rules import monitored_by
 from engine.core.messages import AuditMessage, CommitMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.compute_times import ComputeTimes
 from engine.core.program.dependencies import Routes
 from engine.core.value import Kind, Value
 from engine.models.data import Data
@@ -279,14 +280,7 @@ class StepEnd:
             (self._tied[pipeline, use],) = self._plane.in_order.take(source, key)
         return self._tied[pipeline, use]
 
-    def vote(
-        self,
-        action: Action,
-        step: int,
-        loaded: LoadedMarks,
-        took_ns: tuple[int, ...],
-        passed_ns: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
+    def vote(self, action: Action, step: int, loaded: LoadedMarks, times: ComputeTimes) -> None:
         """Votes for the commit: this replica has its log entry, and has `loaded` microbatches with these marks.
 
         The owner adds the gradient norms, the loss and the times. The last replica here sends the votes of all.
@@ -301,7 +295,7 @@ class StepEnd:
             sizes = tuple(stage_bytes(self.replicas.stages[slot])) if self._tells_sizes else ()
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
             lr = self._rate_of(step) if self._tells_rate and loss is not None else None
-            vote = replace(vote, took_ns=took_ns, sizes=sizes, lr=lr, passed_ns=passed_ns if any(passed_ns) else ())
+            vote = replace(vote, took_ns=times.of(slot), sizes=sizes, lr=lr, passed_ns=times.passed(slot))
         self._votes[slot] = vote
         if len(self._votes) == len(self._ownership.held_by(self.worker)):
             for votes in in_messages(self._votes.values()):
