@@ -14,6 +14,7 @@ from engine.core.checks.trajectory import trajectory_hash
 from engine.core.faults.fault import At, Fault, When, Worker
 from engine.core.messages import AuditMessage, CommitMessage
 from engine.core.ownership import Grid, Ownership, Slot, fresh
+from engine.core.program.compute_times import ComputeTimes
 from engine.core.value import Kind, Value
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
