@@ -101,11 +101,14 @@ def test_a_hand_over_inside_a_step_changes_no_bit(name: str, place: str, monkeyp
 
 
 HOSTED = {"schedule": "gpipe", "offload": "host", "offload_time": 0.1}
+SHARDED = {"pipelines": 2, "fsdp": 1, "stages": 2, "schedule": "gpipe"}
 SHIPPED: dict[str, dict[str, Any]] = {
     "normed": NORMED,
     "normed, float16": NORMED | {"dtype": "float16"},
     "tied gpt": TIED_GPT | {"schedule": "gpipe"},
     "tied gpt, recomputed": TIED_GPT | {"activation_checkpoint": 2},
+    "normed, in shards": NORMED | SHARDED,
+    "tied gpt, in shards": TIED_GPT | SHARDED,
     "normed, on the host": NORMED | HOSTED,
     "tied gpt, recomputed, on the host": TIED_GPT | HOSTED | {"activation_checkpoint": 2},
 }
@@ -165,16 +168,9 @@ def test_a_forward_whose_graph_is_another_at_the_successor_is_run_again(monkeypa
     assert seen.shipped == len(redone) > 0, redone
 
 
-def test_a_forward_that_looks_at_values_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trajectory(STATEFUL)
+def test_a_forward_that_looks_at_values_is_run_again_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, told = trajectory(STATEFUL), list[str]()
     seen = Hands("1B0", monkeypatch)
-    assert trajectory(STATEFUL | {"residuals": "ship"}) == expected
-    assert (seen.protocol, seen.shipped) == (None, 0)
-
-
-def test_residuals_of_shards_are_run_again_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, told = NORMED | {"pipelines": 2, "fsdp": 1, "stages": 2, "schedule": "gpipe"}, list[str]()
-    expected, seen = trajectory(job), Hands("1B0", monkeypatch)
 
     def noted(*given: Any) -> Any:
         document, outputs = with_ships(*given)
@@ -182,6 +178,6 @@ def test_residuals_of_shards_are_run_again_and_the_run_says_so(monkeypatch: pyte
         return document, outputs
 
     monkeypatch.setattr("engine.core.protocol.orders.with_ships", noted)
-    assert trajectory(job | {"residuals": "ship"}) == expected
+    assert trajectory(STATEFUL | {"residuals": "ship"}) == expected
     assert (seen.protocol, seen.shipped) == (None, 0)
-    assert any("sends no residual; other forwards are run again: stage 1: its weights are sharded" in t for t in told)
+    assert any("sends no residual; other forwards are run again: stage 1: its forward cannot run" in t for t in told)

@@ -45,7 +45,7 @@ def _time_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_time_to_send")
-@pytest.mark.parametrize("shape", LEFT_INSIDE, ids=Case.text)
+@pytest.mark.parametrize("shape", [*LEFT_INSIDE, Case(2, 3, 2, fsdp=1, schedule="gpipe")], ids=Case.text)
 def test_no_forward_is_run_again_wherever_a_worker_is_told_that_sends_its_residuals(shape: Case) -> None:
     count = 0
     for case in short_notices(replace(shape, residuals="ship"), 5):

@@ -9,17 +9,19 @@ the weights of the successor.
 
 Rules: the leaver first makes such a graph itself and compares: names and numbers of all nodes, their edges, and where
 tensors are saved. A forward that reads a value (`item`, a branch on data), a function with a backward of its own and
-hooks on saved tensors cannot travel this way: their microbatches are recomputed. Views of weights travel as views. With
-activation checkpointing the inputs of the groups travel, and no graph.
+hooks on saved tensors cannot travel this way: their microbatches are recomputed. Views of weights travel as views, also
+of sharded ones, which are whole when the backward runs. With activation checkpointing the inputs of the groups travel,
+and no graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -181,8 +183,9 @@ class _Rebuilding:
         attributes = [dict(module.__dict__) for module in modules]
         buffers = snapshot_of(modules).copy()
         self.lent += buffers.memory
+        weights = layer.parameters() if layer is not None else ()
         try:
-            with lending(modules, buffers.buffers()), self.kernel_free:
+            with lending(modules, buffers.buffers()), _with_memory(weights), self.kernel_free:
                 outputs: Tensors = forward()
         except ContentNeededError as error:
             raise CannotTravelError(f"its forward cannot run without values: {error}") from error
@@ -193,6 +196,19 @@ class _Rebuilding:
                 module.__dict__.clear()
                 module.__dict__.update(before)
         return outputs
+
+
+@contextlib.contextmanager
+def _with_memory(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Gives sharded weights memory of any content during the block, as some views of them need it."""
+    freed = [weight for weight in weights if weight.untyped_storage().nbytes() < weight.nbytes]
+    for weight in freed:
+        weight.untyped_storage().resize_(weight.nbytes)
+    try:
+        yield
+    finally:
+        for weight in freed:
+            weight.untyped_storage().resize_(0)
 
 
 def _refuse_hooks(place: SavedPlace) -> None:
@@ -247,11 +263,8 @@ class _Packing:
     def __init__(self, rebuilding: _Rebuilding):
         self._rebuilding, self._stage = rebuilding, rebuilding.stage
         self.tensors: list[Tensor] = []
-        self._storages = {
-            address: name
-            for name, parameter in rebuilding.by_name.items()
-            if (address := parameter.untyped_storage().data_ptr())
-        }
+        # The memory of sharded weights has no address, but its owner in C++ has.
+        self._storages = {parameter.untyped_storage()._cdata: name for name, parameter in rebuilding.by_name.items()}
 
     def number(self, tensor: Tensor) -> int:
         """Adds a tensor, and returns its number."""
@@ -280,7 +293,7 @@ class _Packing:
         is_known = self._rebuilding.kernel_free.is_number(model) and model.untyped_storage().data_ptr() not in lent
         if is_known and model.dtype == tensor.dtype and torch.equal(model, tensor):
             return None  # a number in the code
-        name = self._storages.get(tensor.untyped_storage().data_ptr())
+        name = self._storages.get(tensor.untyped_storage()._cdata)
         if name is not None:
             return [name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())]
         return self.number(tensor)
@@ -293,8 +306,6 @@ def parcel_of(stage: Stage, microbatch: int, rebuilding: _Rebuilding | None = No
     Raises CannotTravelError if it has to be recomputed.
     """
     residual, rebuilding = stage.residuals[microbatch].made(), rebuilding or _Rebuilding(stage)
-    if stage.job.fsdp:
-        raise CannotTravelError("its weights are sharded")
     packing = _Packing(rebuilding)
     groups: list[Any] = []
     first = residual.groups[0]
