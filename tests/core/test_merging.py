@@ -229,7 +229,7 @@ def test_hosts_with_incomplete_records_are_named_with_the_reason() -> None:
 
 
 def test_every_time_of_a_record_is_moved_and_no_length() -> None:
-    lengths = {"copy_ns", "write_ns", "sync_ns", "least_ns", "most_ns", "worst_ns", "silent_ns", "back_ns"}
+    lengths = {"copy_ns", "write_ns", "sync_ns", "least_ns", "most_ns", "worst_ns", "silent_ns", "back_ns", "busy_ns"}
     for kind, record in RECORDS.items():
         names = {each.name for each in fields(record) if each.name.endswith("_ns")} - lengths
         assert names <= {"at_ns", "seen_ns", "start_ns", "end_ns"}, kind
