@@ -38,7 +38,7 @@ def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -
     assert recovery["phases_ms"].keys() == {"detect", "agree", "fence", "regroup", "inventory", "plan", "replay"}
     assert sum(recovery["phases_ms"].values()) == pytest.approx(recovery["pause_ms"], abs=0.01)
     (line,) = [line for line in done.stderr.splitlines() if line.endswith("weights identical")]
-    assert line.startswith("worker 1 was killed (SIGKILL) after ")
+    assert line.startswith("worker 1 was killed (SIGKILL) in step 2 after ")
     assert ", 0 steps lost, weights identical" in line
     facts = json.loads((launcher.run_folder / "run.json").read_text())
     assert facts["result"] | {"next": None} == said

@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
     )
     told = (
-        r"job: of the scenario \(mlp on auto\)\n"
+        r"job: the one in the scenario \(mlp on auto\)\n"
         rf"bamboo: cannot write '{tmp_path}/[^/]*/scenario.yaml': File too large\n"
     )
     assert (done.returncode, done.stdout) == (74, "")

@@ -455,7 +455,7 @@ REFUSED: dict[type[nn.Module], str] = {
     ArrayAsTensor: "`return .*  # here`: it makes a tensor of a ndarray .*register it as a buffer",
     Logs: r"`print.*  # here`: item gives Python a value \(leave it out if it is for a log",
     Asserts: r"`assert .*  # here`: __bool__ gives Python a value \(leave the assertion out",
-    HiddenParameter: r"`return .*  # here`: a tensor with gradients that is no parameter",
+    HiddenParameter: r"`return .*  # here`: a tensor with gradients that is not a parameter",
     OverwritesConstant: r"`self.count \+= 1  # here`: it overwrites a tensor that is not a buffer",
     EarlyLabels: r"`return .*  # here`: 'b.weight' meets a value that depends on the targets .*give the targets as an",
     DrawsInLoss: r"`return .*  # here`: the loss draws random numbers .*draw them before the loss",

@@ -149,7 +149,7 @@ def test_a_socket_that_is_not_private_is_not_asked(tmp_path: Path, how: str) -> 
         else:
             (data / SOCKET).symlink_to(other / SOCKET)
         since_s = time.monotonic()
-        with pytest.raises(CoordinatorUnavailableError, match="no etcd is asked"):
+        with pytest.raises(CoordinatorUnavailableError, match="etcd was not contacted"):
             keys_of(private_settings(tmp_path))
         assert time.monotonic() - since_s < 1
         listener.setblocking(False)
