@@ -165,7 +165,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         (
             fault("{at: {step: 1, stage: 0, action: LOG, microbatch: 1}, do: kill}"),
             [
-                "case.yaml:5:43: faults.0.at.microbatch: expected no microbatch beside LOG, found 1 "
+                "case.yaml:5:43: faults.0.at.microbatch: expected no microbatch with LOG, found 1 "
                 "(LOG concerns the whole stage)"
             ],
         ),
@@ -226,7 +226,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         (
             fault("{at: {step: 1, stage: 0}, do: stop}") + "expect:\n  outcome: noticed\n  steps_lost: 0\n",
             [
-                "case.yaml:7:3: expect.notice: expected one of not-finite, replicas-differ beside outcome noticed, "
+                "case.yaml:7:3: expect.notice: expected one of not-finite, replicas-differ with outcome noticed, "
                 "found nothing (the wrong numbers that the run must notice; another error must not pass)",
             ],
         ),

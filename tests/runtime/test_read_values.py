@@ -72,6 +72,20 @@ class Whole(nn.Module):
         return {"loss": None if labels is None else functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Repeats(Inner):
+    """One block that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embed(x[..., None])
+        for _ in range(3):
+            x = self.blocks[0](x, attention_mask)
+        return x
+
+
 class AsksForTracer(Inner):
     def seen(self, x: Tensor, mask: Tensor) -> Tensor | None:
         if not isinstance(mask, torch.fx.Proxy) and mask.all():
@@ -294,6 +308,15 @@ def test_another_value_ends_the_run_and_is_never_baked_in(monkeypatch: pytest.Mo
         found = build_layer(job, model, index)
         module.load_state_dict(found.state_dict(), strict=False)
     assert not torch.equal(through(job, model, huge), module(*huge[:2])["logits"])
+
+
+def test_a_block_that_is_called_again_stays_one_layer_and_is_told() -> None:
+    job = job_of(Repeats, stages=2)
+    model, _ = built(job)
+    told = "inner.blocks.0 stays one layer: 3 calls share its weights (--split with its name cuts between them)"
+    assert model.notes == (told,)
+    named, _ = built(replace(job, split="inner.blocks.*"))
+    assert len(named.layers) == 5 > len(model.layers) and named.notes == ()
 
 
 @pytest.mark.parametrize(

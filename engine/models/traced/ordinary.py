@@ -24,6 +24,7 @@ from engine.models.traced.pieces import (
     holds_cuts,
     is_by_sample,
     names_of,
+    notes_on_repeats,
     place_of,
 )
 from engine.models.traced.reads import WholePart, notes_on, notes_on_tracers, unsteady
@@ -142,7 +143,8 @@ def _opened(
             whole += [WholePart(leaf, error)] * has_blocks
             continue
         if not others:
-            return traces, splitters, (*notes_on(whole), *notes_on_tracers(traces))
+            repeats = notes_on_repeats(job.split, module, traces[0])
+            return traces, splitters, (*notes_on(whole), *repeats, *notes_on_tracers(traces))
         varying |= others
         opening = opening._replace(checked=opening.checked - others)
 

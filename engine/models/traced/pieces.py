@@ -7,6 +7,7 @@ follow, as behind the decoder inputs that a model makes of its labels, they read
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -291,6 +292,21 @@ def choose_cuts(split: str, module: nn.Module, trace: Trace, splitter: Splitter)
     once = {call.path for call in trace.calls} - {call.path for call in trace.calls if call.count}
     units = set(_units(module, "")) & once
     return _joined(_around(trace, lambda path: path in units), trace, splitter)
+
+
+def notes_on_repeats(split: str, module: nn.Module, trace: Trace) -> tuple[str, ...]:
+    """Returns a note for the user on each block that is called again: `choose_cuts` does not cut between its calls."""
+    rows = [(path, row) for path, row in module.named_modules() if isinstance(row, _CONTAINERS)]
+    blocks = {f"{path}.{name}".lstrip(".") for path, row in rows for name, _ in row.named_children()}
+    counts = Counter(call.path for call in trace.calls if call.path in blocks and not split)
+    again = [
+        path
+        for path, count in counts.items()
+        if count > 1 and next(module.get_submodule(path).parameters(), None) is not None
+    ]
+    outer = [path for path in again if not any(path.startswith(f"{other}.") for other in again)]
+    hint = "(--split with its name cuts between them)"
+    return tuple(f"{path} stays one layer: {counts[path]} calls share its weights {hint}" for path in outer)
 
 
 def holds_cuts(split: str, module: nn.Module, path: str) -> bool:
