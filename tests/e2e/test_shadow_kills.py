@@ -50,8 +50,8 @@ def planned_kills() -> Iterator[Kill]:
 # With shards no worker can take over: see test_fsdp.py. A counted forward runs again only after a second death, at a
 # moment that no step names: the soak strikes there.
 NEVER_NAMED = {*SHARD_OPS, Op.REDO_F}
-# tests/e2e/test_checkpoint_kills.py; hand-overs inside a step: test_faults.py, and tests/runtime/test_hand_over.py; copies
-# to the host: test_offload_kills.py
+# tests/e2e/test_checkpoint_kills.py; hand-overs inside a step: test_faults.py, and tests/runtime/test_hand_over.py;
+# copies to the host: test_offload_kills.py
 ELSEWHERE = {Op.CHECKPOINT, Op.HAND, Op.SHIP, Op.OFFLOAD, Op.RELOAD}
 AT_ONE_END = {"first": {Op.RECV_F, Op.SEND_B}, "middle": set[Op](), "last": {Op.SEND_F, Op.RECV_B}}
 
