@@ -58,6 +58,11 @@ Slot = tuple[int, int]  # (pipeline, stage)
 Redundancy = Literal["none", "lazy", "eager", "reroute"]
 
 
+def turned(microbatch: int, slices: int) -> int:
+    """Returns the number with which a slice is numbered from the other end of its microbatch, as in its backward."""
+    return microbatch + slices - 1 - 2 * (microbatch % slices)
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The shape of a step: D x P slots, M microbatches; `ties` are groups of stages that share a parameter.
@@ -92,7 +97,7 @@ class Grid:
 
     def turned(self, microbatch: int) -> int:
         """Returns the number of the forward of a backward's slice, and of the backward of a forward's."""
-        return microbatch + self.slices - 1 - 2 * (microbatch % self.slices)
+        return turned(microbatch, self.slices)
 
     def place(self, slot: Slot) -> int:
         """Returns the number of a slot, counted pipeline by pipeline."""

@@ -6,8 +6,6 @@ launcher has not taken it when the command ends.
 
 from __future__ import annotations
 
-import json
-import secrets
 import time
 from pathlib import Path
 
@@ -16,12 +14,11 @@ from engine.core.history.process_records import RefusedRecord
 from engine.core.history.run_history import RunHistory, coordinating_host
 from engine.core.history.run_records import EpochRecord
 from engine.core.protocol.schedule_change import OWN
-from engine.files.atomic_write import write_atomically
 from engine.files.events_file import GrowingEvents
 from engine.files.run_folder import RunFolder
 from engine.harness.dead_runs import launcher_runs
 from engine.harness.join_run import live_run
-from engine.runtime.agent.requests import TOO_LATE
+from engine.runtime.agent.requests import TOO_LATE, ask, withdraw
 from engine.runtime.agent.schedule_requests import BEGINNING
 from engine.runtime.process.interrupts import breakable
 
@@ -45,8 +42,7 @@ def use_schedule(results: Path, run: str, name: str) -> tuple[RunFolder, EpochRe
     for record in growing.news():
         known.add(record)
     epoch = max((each.epoch for each in known.of(EpochRecord)), default=0)
-    request = folder.path / f"{BEGINNING}{secrets.token_hex(8)}.json"
-    write_atomically(request, json.dumps({"schedule": name}))
+    request = ask(folder.path, BEGINNING, {"schedule": name})
     wanted, until_s = "" if name in (OWN, known.job.schedule) else name, time.monotonic() + _HEARD_WITHIN_S
     try:
         while True:
@@ -63,7 +59,7 @@ def use_schedule(results: Path, run: str, name: str) -> tuple[RunFolder, EpochRe
             with breakable():
                 time.sleep(_POLL_S)
     finally:
-        request.unlink(missing_ok=True)
+        withdraw(request)
 
 
 def _refusal(folder: RunFolder, name: str, reason: str) -> BambooError:

@@ -22,6 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from engine.core.errors import DivergedError, ensure
 from engine.core.job.job import Job
 from engine.core.job.torch_parts import LEAST_SCALE
+from engine.core.ownership import turned
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import MAX_TENSORS, Model, Tensors, Tie, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
@@ -271,9 +272,14 @@ def _built(job: Job, model: Model, index: int) -> nn.Module:
 
 
 class Stage:
-    """A replica of layers `first` to `last` (exclusive) of a model in one pipeline, on a device."""
+    """A replica of layers `first` to `last` (exclusive) of a model in one pipeline, on a device.
 
-    def __init__(self, job: Job, model: Model, pipeline: int, first: int, last: int, device: Device = HOST):
+    A trial, whose microbatches are first slices, has `slices` 1 whatever the job has.
+    """
+
+    def __init__(
+        self, job: Job, model: Model, pipeline: int, first: int, last: int, device: Device = HOST, *, slices: int = 0
+    ):
         self.job = job
         self.device = device
         self.model = model
@@ -285,7 +291,7 @@ class Stage:
         self.optimizers = layer_optimizers(job, model, self.layers)
         self.residuals: dict[int, Residual] = {}
         self.pending: dict[int, Pending] = {}
-        self.is_sliced, self.slices = job.slices > 1, job.slices
+        self.is_sliced, self.slices = job.slices > 1, slices or job.slices
         self.carries: dict[int, dict[int, Tensors]] = {}  # gradients of the states before a slice, by layer
         self.away: dict[int, int] = {}  # residuals on the host alone, and the bytes that this freed on the device
         self.losses: dict[int, float] = {}  # of the counted microbatches
@@ -460,7 +466,7 @@ class Stage:
         """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
         behind = self.carries.pop(microbatch - 1) if microbatch % self.slices else {}
         before: dict[int, Tensors] = {}
-        residual = self.residuals.pop(self.turned(microbatch)).made()
+        residual = self.residuals.pop(turned(microbatch, self.slices)).made()
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share.of(residual.loss.outputs[0], self.loss_scale),))
         for group, entry in zip(reversed(self.groups), reversed(residual.groups), strict=True):
@@ -476,10 +482,6 @@ class Stage:
         if (microbatch + 1) % self.slices:
             self.carries[microbatch] = before
         return gradients
-
-    def turned(self, microbatch: int) -> int:
-        """Returns the number of the forward of a backward's slice, as `Grid.turned`."""
-        return microbatch + self.slices - 1 - 2 * (microbatch % self.slices)
 
     def _own_accumulators(self, handed: Tensors) -> None:
         """Copies accumulators that share memory with `handed`: autograd may accumulate into a tensor it was given."""

@@ -39,8 +39,7 @@ def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int
     batch = slice_of(data.microbatch(*largest(job, data), job.microbatch_size), 0, job.slices)
     inputs, weights = device.put_all(batch.inputs), []
     for index in range(len(model.layers)):
-        stage = Stage(job, model, 0, index, index + 1, device)
-        stage.slices = 1  # each microbatch is the first slice of one
+        stage = Stage(job, model, 0, index, index + 1, device, slices=1)
         targets = device.put_all(batch.targets) if stage.is_last else None
         times = []
         # The first round only warms caches.
@@ -180,8 +179,7 @@ class LayerTrial:
     def _built(self, when: str) -> Stage:
         self._own = {}
         with self._watching("constructor"):
-            stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device)
-        stage.slices = 1  # each microbatch is the first slice of one
+            stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device, slices=1)
         layer = stage.layers[self.index]
         if not (self.is_straight and when):  # it is copied, not built
             self.marked.note("weight", layer.named_parameters(), when)

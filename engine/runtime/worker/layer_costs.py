@@ -42,8 +42,7 @@ def layer_costs(job: Job) -> dict[str, Any]:
     values, layers = batch.inputs, dict[int, nn.Module]()
     rows: list[dict[str, Any]] = []
     for index, spec in enumerate(model.layers):
-        stage = Stage(job, model, 0, index, index + 1)
-        stage.slices = 1
+        stage = Stage(job, model, 0, index, index + 1, slices=1)
         layers[index] = stage.layers[index]
         with FlopCounterMode(display=False) as counter:
             with LiveBytes() as live:
