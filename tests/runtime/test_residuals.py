@@ -14,6 +14,7 @@ from engine.models.data_sources import open_data
 from engine.models.layers import LayerSpec, Model, Tensors
 from engine.models.losses import default_loss
 from engine.models.model_loader import build_model
+from engine.runtime.stage.replicas import free_weights
 from engine.runtime.stage.residuals import CannotTravelError, Parcel, keep_parcel, parcel_of
 from engine.runtime.stage.stage import Stage
 from tests.runtime.small_jobs import NORMED, TIED_GPT, WIDTH, Turned, small_job
@@ -44,12 +45,14 @@ def _with_one_node_more(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor
     return output.view_as(output)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_other"), [*((name, False) for name in JOBS), ("normed, float16", True), ("tied gpt", True)]
-)
-def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: str, is_other: bool) -> None:
-    """Also of one whose layers make other graphs: its forwards are run again, and it says so."""
-    told: list[str] = []
+OTHER = [("normed, float16", "graphs"), ("tied gpt", "graphs")]
+FREED = [("normed, dropout", "shards"), ("attention of torch", "shards"), ("tied gpt", "shards")]
+
+
+@pytest.mark.parametrize(("name", "other"), [*((name, "") for name in JOBS), *OTHER, *FREED])
+def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: str, other: str) -> None:
+    """Also with sharded weights, and of a worker whose layers make other graphs: it runs them again, and says so."""
+    told, is_other = list[str](), other == "graphs"
     job = small_job(**JOBS[name], stages=1)
     data = open_data(job)
     model = build_model(job, data.facts, data)
@@ -58,6 +61,8 @@ def test_a_backward_with_residuals_of_another_worker_makes_the_same_bits(name: s
     for stage in (plain, leaver):
         for number, batch in enumerate(batches):
             stage.forward(0, number, batch.inputs, batch.targets)
+    if other == "shards":
+        free_weights(leaver)
     for number in range(2):
         keep_parcel(heir, 0, number, travelled(parcel_of(leaver, number)), told.append)
     assert told == []
