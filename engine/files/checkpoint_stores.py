@@ -19,6 +19,7 @@ from engine.files.checkpoint_storage import Bytes, WrittenFile
 # it, and last the name of the manifest. So after a power cut at any moment, a checkpoint is complete or unknown.
 
 _PIECE = 1 << 20  # bytes, hashed and then written; smaller direct writes cost up to twice as much
+_ATTEMPTS = 10  # to create a file in a folder whose spare parts, and then itself, another process is removing
 
 
 class FolderStorage:
@@ -93,11 +94,12 @@ class FolderStorage:
         return WrittenFile(size, digest.hexdigest())
 
     def _create(self, name: str) -> int:
-        """Opens a new file; creates its folder only if that turns out to be missing."""
-        with suppress(FileNotFoundError):
-            return self._disk.create(name)
-        self._disk.make_folder("")
-        self._disk.make_folder(name.rpartition("/")[0])
+        """Opens a new file; creates its folder only if that turns out to be missing, or was removed while empty."""
+        for _ in range(_ATTEMPTS):
+            with suppress(FileNotFoundError):
+                return self._disk.create(name)
+            self._disk.make_folder("")
+            self._disk.make_folder(name.rpartition("/")[0])
         return self._disk.create(name)
 
     def _errors(self, verb: str, name: str) -> AbstractContextManager[None]:

@@ -244,3 +244,21 @@ def test_pruning_reads_no_manifest_that_it_wrote(tmp_path: Path, monkeypatch: py
     assert [name.step for name in folder.prune(2)] == [0, 1]
     assert read == [str(other)] * 2  # to know its run, and to know its parts
     assert folder.verify(names[-1]).step == 3
+
+
+def test_a_part_is_written_although_another_process_removes_its_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of an earlier attempt at the step go, and then the folder, between its creation and that of the part."""
+    folder, made, real = checkpoints_at(tmp_path), list[str](), OwnDisk.make_folder
+
+    def make_folder(disk: OwnDisk, name: str) -> None:
+        real(disk, name)
+        made.append(name)
+        if name and made.count(name) < 3:
+            folder.remove_parts(1, [])
+
+    monkeypatch.setattr(OwnDisk, "make_folder", make_folder)
+    part = folder.write_part(1, 0, [b"weights"])
+    assert part.size == 7
+    assert made.count(made[-1]) == 3
