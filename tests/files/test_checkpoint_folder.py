@@ -249,7 +249,7 @@ def test_pruning_reads_no_manifest_that_it_wrote(tmp_path: Path, monkeypatch: py
 def test_a_part_is_written_although_another_process_removes_its_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parts of an earlier attempt at the step go, and then the folder, between its creation and that of the part."""
+    """Parts of an earlier attempt at the step go, then the folder, between its creation and that of the part."""
     folder, made, real = checkpoints_at(tmp_path), list[str](), OwnDisk.make_folder
 
     def make_folder(disk: OwnDisk, name: str) -> None:
