@@ -140,7 +140,6 @@ class Referee:
         self._files: dict[str, tuple[int, int]] | None = None
         self._look_ns = self._asked_ns = self._sign_ns = 0
         self._silence = SilenceWatch()
-        self._still: dict[int, str] = {}  # pid -> why, as noted in this silence
         self._output_fd = self._stopping_fd = -1
 
     def run(self, interrupts: Interrupts) -> ExternalRun:
@@ -281,7 +280,7 @@ class Referee:
         )
 
     def _look_for_silence(self, now: int) -> None:
-        """Notes the ranks that stand still while no step is reported, once in a silence, and again with a reason."""
+        """Notes the ranks that stand still while no step is reported."""
         if now < self._sign_ns:
             return
         self._sign_ns = now + _SIGN_NS
@@ -289,10 +288,7 @@ class Referee:
         signs = {rank: each.sign(self._view.steps.get(rank, -1)) for rank, each in sorted(ranks.items())}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
         for rank, (since_ns, why) in self._silence.look(known, now).items():
-            pid = known[rank].pid
-            if self._still.get(pid) is None or (why and not self._still[pid]):
-                self._still[pid] = why
-                self._note(RankStill(now, rank, pid, since_ns, why))
+            self._note(RankStill(now, rank, known[rank].pid, since_ns, why))
 
     def _sees_writing(self) -> bool:
         """Returns whether a file of the pattern has appeared or changed since the last look."""
@@ -322,7 +318,6 @@ class Referee:
             report = report._replace(rank=known.rank)
         self._reported.add(pid)
         self._silence.step()
-        self._still.clear()
         self._sign_ns = report.at_ns + STILL_NS // 2
         self._view.steps[ANY_RANK if report.rank is None else report.rank] = report.step
         self._note(report)

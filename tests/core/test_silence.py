@@ -9,12 +9,12 @@ USUAL = RankSign(10, 0, "S", 0, 4)
 
 
 def looked(*signs: RankSign, cpu_ms: tuple[int, ...] = (0, 0), until_ms: int = 1400) -> dict[int, str]:
-    """Returns the ranks that stand still after looks every 200 ms, in which they worked so much in all."""
+    """Returns the ranks that were called still in looks every 200 ms, in which they worked so much in all."""
     watch, still = SilenceWatch(), dict[int, tuple[int, str]]()
     for now_ms in range(0, until_ms + 1, 200):
         worked = [ms * MS * now_ms // until_ms for ms in cpu_ms]
         now = {rank: sign._replace(cpu_ns=worked[rank]) for rank, sign in enumerate(signs)}
-        still = watch.look(now, now_ms * MS)
+        still |= watch.look(now, now_ms * MS)
     return {rank: why for rank, (_, why) in still.items()}
 
 
@@ -45,3 +45,15 @@ def test_a_step_and_a_new_process_begin_anew() -> None:
     assert watch.look({}, 2500 * MS) == {}
     assert watch.look({0: USUAL._replace(pid=11)}, 3600 * MS) == {}
     assert watch.look({0: USUAL._replace(pid=11)}, 4700 * MS) == {0: (3600 * MS, "")}
+
+
+def test_a_rank_is_told_once_in_a_silence_and_again_with_its_reason() -> None:
+    watch = SilenceWatch()
+    watch.look({0: USUAL}, 0)
+    assert watch.look({0: USUAL}, 1200 * MS) == {0: (0, "")}
+    assert watch.look({0: USUAL}, 1400 * MS) == {}
+    assert watch.look({0: USUAL._replace(state="T")}, 1600 * MS) == {0: (0, "stopped")}
+    assert watch.look({0: USUAL._replace(state="D")}, 1800 * MS) == {}
+    watch.step()
+    watch.look({0: USUAL}, 2000 * MS)
+    assert watch.look({0: USUAL}, 3200 * MS) == {0: (2000 * MS, "")}

@@ -34,13 +34,18 @@ class SilenceWatch:
     """The ranks that stand still, from signs that come in the order of their times; a step of any rank ends all."""
 
     _since: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # by rank: pid, time, processor time
+    _known: dict[int, str] = field(default_factory=dict)  # pid -> why it is silent, of those that `look` has returned
 
     def step(self) -> None:
         """Forgets what was seen before a step."""
         self._since.clear()
+        self._known.clear()
 
     def look(self, signs: Mapping[int, RankSign], now_ns: int) -> dict[int, tuple[int, str]]:
-        """Returns the ranks that stand still, each with the time since when, and why it is silent, or an empty text."""
+        """Returns the ranks that stand still, each with the time since when, and why it is silent, or an empty text.
+
+        Each process is returned once between two steps, and once more when there is a reason.
+        """
         for rank, sign in signs.items():
             pid, since_ns, cpu_ns = self._since.get(rank, (0, 0, 0))
             if pid != sign.pid or (sign.cpu_ns - cpu_ns) * _WORKS > max(STILL_NS, now_ns - since_ns):
@@ -49,7 +54,13 @@ class SilenceWatch:
             del self._since[rank]
         newest = max((sign.step for sign in signs.values()), default=-1)
         still = {rank: since for rank, (_, since, _) in self._since.items() if now_ns - since >= STILL_NS}
-        return {rank: (since_ns, _why(signs[rank], newest)) for rank, since_ns in sorted(still.items())}
+        news = {rank: (since_ns, _why(signs[rank], newest)) for rank, since_ns in sorted(still.items())}
+        news = {rank: (since_ns, why) for rank, (since_ns, why) in news.items() if self._is_news(signs[rank].pid, why)}
+        self._known |= {signs[rank].pid: why for rank, (_, why) in news.items()}
+        return news
+
+    def _is_news(self, pid: int, why: str) -> bool:
+        return pid not in self._known or bool(why and not self._known[pid])
 
 
 def _why(sign: RankSign, newest: int) -> str:
