@@ -14,13 +14,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from engine.codec.messages import decode, encode
+from engine.codec import values
+from engine.codec.messages import decode, encode, prepare_to_decode
 from engine.core.errors import InvariantError
-from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, head_of, kinds, message
+from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, ToWorker, head_of, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
 from engine.core.ownership import Members
 from engine.core.program.ballot import SlotVote, VoteMessage
-from engine.core.program.inventory import Inventory, PlanMessage, ValueRuns, to_json
+from engine.core.program.inventory import Inventory, PlanMessage, PlanPartMessage, ValueRuns, to_json
 from engine.core.value import Kind, Value
 from tests.test_house import MODULES
 
@@ -279,3 +280,11 @@ def _inventory(worker: int) -> str:
     values = [Value(kind, *slot, index) for kind in (Kind.ACTIVATION, Kind.RESIDUAL) for index in range(worker % 64)]
     counts = {slot: 60 + worker % 7}
     return to_json(Inventory(worker, 1, (slot, (0, worker + 1)), counts, counts, (), ValueRuns(values)))
+
+
+def test_the_first_message_of_each_kind_finds_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_DECODERS", {})
+    prepare_to_decode(ToWorker)
+    made = {kind for kind in kinds().values() if issubclass(kind, ToWorker)}
+    assert set(values._DECODERS) == made
+    assert {EpochMessage, PlanPartMessage, GoMessage} <= made, "those of a failure"

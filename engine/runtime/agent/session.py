@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from engine.codec.messages import decode
+from engine.codec.messages import decode, prepare_to_decode
 from engine.core.checkpoint_rules import Resumption, begun_with
 from engine.core.errors import ExitCode, StorageError, required
 from engine.core.faults.fault import Fault
@@ -35,6 +35,7 @@ from engine.core.hosts.notice_answer import NoticeFrom
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership, shadowed
 from engine.core.job.update_rules import preloads
+from engine.core.message_kinds import ToAgent
 from engine.core.monitors import NO_MONITORS
 from engine.core.ownership import Ownership
 from engine.core.protocol.coordinator_state import first_state
@@ -116,6 +117,7 @@ def run_session(
                 (interrupts.let_wait if seat.taken else interrupts.check)()
                 stack.enter_context(swept_of_nccl() if job.backend == "nccl" else contextlib.nullcontext())
                 server = server or stack.enter_context(ForkServer())
+                prepare_to_decode(ToAgent)  # while that imports torch
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, seat.lease)
                 # The leases of this host are kept while the fork server imports torch, for longer on a busy machine.
                 stack.enter_context(server.adopting(preloads(job), lambda: node.renew(now_ns())))

@@ -25,6 +25,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+from engine.codec.messages import prepare_to_decode
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import BeginMessage, ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
 from engine.runtime.process.interrupts import ignore_ctrl_c
 from engine.runtime.process.link import Link
@@ -138,6 +140,7 @@ def main() -> None:
         with _without_search():
             for module in PRELOAD:
                 importlib.import_module(module)
+            prepare_to_decode(ToWorker)  # once for all that it forks
     except ImportError as error:
         launcher.receive_with_fds(), launcher.receive_with_fds()  # what is left unread takes the answer away
         launcher.send(UnforkedMessage(str(error)))
