@@ -14,6 +14,7 @@ from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import ROOT, Launcher
 from tests.e2e.over_nccl import OverNccl, served
+from tests.runtime.thread_runs import with_store_double
 
 Train = Callable[..., Ending]
 Launch = Callable[..., Launcher]
@@ -27,6 +28,13 @@ def _server() -> Iterator[ForkServer]:
         server = ForkServer()
     with server:
         yield server
+
+
+@pytest.fixture
+def store_double() -> Iterator[None]:
+    """Sessions in this process have a double of etcd, which takes a quarter of a small run."""
+    with with_store_double():
+        yield
 
 
 @pytest.fixture(name="nccl", scope="module")
