@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership
+from engine.runtime.agent import session
+from engine.runtime.agent.coordinator import Node, join_store
 from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+from engine.runtime.store.etcd_settings import EtcdSettings
 from tests.e2e.launcher import ROOT, Launcher
 from tests.e2e.over_nccl import OverNccl, served
 
@@ -27,6 +33,24 @@ def _server() -> Iterator[ForkServer]:
         server = ForkServer()
     with server:
         yield server
+
+
+@pytest.fixture(name="one_etcd", scope="session")
+def _one_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]:
+    with EmbeddedEtcd(tmp_path_factory.mktemp("etcd")) as etcd:
+        yield etcd.settings()
+
+
+@pytest.fixture
+def shared_etcd(one_etcd: EtcdSettings) -> Iterator[None]:
+    """Sessions in this process share one etcd: to start one takes a quarter of a small run."""
+
+    def join(stack: ExitStack, own: EtcdSettings | None, *rest: Any) -> Node:
+        return join_store(stack, own or one_etcd, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "join_store", join)
+        yield
 
 
 @pytest.fixture(name="nccl", scope="module")

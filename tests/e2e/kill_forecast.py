@@ -45,6 +45,11 @@ _LACKING: dict[Place, tuple[Op, ...]] = {
 SORTS = tuple(Sort(op, when, place) for op in OPS for when in WHENS for place in PLACES if op not in _LACKING[place])
 
 
+def pairs(sorts: Iterable[Sort]) -> set[tuple[object, ...]]:
+    """Returns which ops are struck at which moment, and which at which place."""
+    return {pair for op, when, place in sorts for pair in ((op, when), (op, place))}
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """One kill as ``--kill`` spells it, with its victim and the actions that must have run until then.

@@ -114,6 +114,7 @@ def test_a_kill_a_twin_a_module_with_its_weights_and_a_logger_that_raises() -> N
     assert init.parent == Path("results") and init.name.startswith("init-")
 
 
+@pytest.mark.soak
 def test_a_model_of_transformers_is_trained(tmp_path: Path) -> None:
     args: dict[str, Any] = {"hf": folder_of(tmp_path / "model"), "hf_random": True, "data": Path("a.txt"), "stages": 2}
     (tmp_path / "a.txt").write_text("1 2 3 4 5 6 7 8 9 10 " * 200)

@@ -76,7 +76,7 @@ SHARDS = {"stages": 2, "blocks": 6, "pipelines": 2, "fsdp": 1}
 @pytest.mark.parametrize(
     ("fields", "moments"),
     [
-        pytest.param(V, ["2:5:F:3"], id="v"),
+        pytest.param(V, ["2:5:F:3"], id="v", marks=pytest.mark.soak),
         pytest.param(SHARDS, ["2:5:F:3", "9:9:F:3@1"], id="fsdp", marks=pytest.mark.soak),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from engine.core.faults.fault import WHENS
@@ -12,7 +14,9 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, differences, lives
 from tests.kills import parse_kills
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("shared_etcd")]
+
+STRUCK = ((1, 0), (4, 1), (7, 3))  # steps and stages
 
 
 @pytest.fixture(name="runs", scope="module")
@@ -21,11 +25,11 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     return Runs(tmp_path_factory.mktemp("checkpoints"), server)
 
 
-@pytest.mark.parametrize("when", WHENS)
-def test_a_death_at_a_checkpoint_changes_nothing(runs: Runs, when: str) -> None:
+@pytest.mark.parametrize("whens", [WHENS, *(pytest.param([when] * 3, marks=pytest.mark.soak) for when in WHENS)])
+def test_a_death_at_a_checkpoint_changes_nothing(runs: Runs, whens: Sequence[str]) -> None:
     """The victims write the first stage, one in the middle and the last one, in one run."""
     job = Job(model="mlp", stages=4, microbatches=4, steps=11, validate_every=0, checkpoint_every="1")
-    kills = tuple(f"{step}:{stage}:CHECKPOINT:{when}" for step, stage in ((1, 0), (4, 1), (7, 3)))
+    kills = tuple(f"{step}:{stage}:CHECKPOINT:{when}" for when, (step, stage) in zip(whens, STRUCK, strict=True))
     ending, events = runs.run(job, parse_kills(kills, job))
     assert list(differences(ending, runs.twin(job))) == []
     struck = [event for event in events if event["event"] == "fault"]

@@ -115,7 +115,7 @@ def late_before(moment: Moment) -> list[Fault]:
     [
         *((LAST, {}), (has_finished(1), ALONE)),
         pytest.param(has_finished(1), {**ALONE, "redundancy": "none"}, marks=pytest.mark.soak),
-        (LAST, TWICE),
+        pytest.param(LAST, TWICE, marks=pytest.mark.soak),
     ],
     ids=["last commit", "done", "done, nothing twice", "two pipelines"],
 )

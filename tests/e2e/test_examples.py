@@ -76,6 +76,7 @@ def plain_torch(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.soak
 def test_digits_count_epochs_metrics_and_a_kill(folder: Path) -> None:
     result = trained("digits")
     assert result["steps"] * 4 * 4 == 6 * 48

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import in_one_stage
 from tests.e2e.recorded import events_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 6, "validate_every": 0}
 HANG_S, BUSY_S = 1.5, 1.0  # from a hang to its verdict, and more on a busy machine
@@ -106,14 +107,19 @@ def check(struck: Struck, rows: Any, *out: int) -> None:
     assert miscounted(struck.history, struck.history.job) == []
 
 
+def soaked(*values: Any) -> Any:
+    """Returns the values of a parameter that `make soak-tests` has."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        (at("1B2"), -signal.SIGKILL),
-        (at("1B2", when="during"), -signal.SIGKILL),
+        soaked(at("1B2"), -signal.SIGKILL),  # as in test_real_kills.py
+        soaked(at("1B2", when="during"), -signal.SIGKILL),
         (at("1B2", "exit", code=0), 0),
-        (at("1F2", "exit", "during", code=7), 7),
-        (at("1F2", "raise"), ExitCode.NOT_RECOVERED),
+        soaked(at("1F2", "exit", "during", code=7), 7),
+        soaked(at("1F2", "raise"), ExitCode.NOT_RECOVERED),
         (at("1LOG", "raise", "after"), ExitCode.NOT_RECOVERED),
         (at("1B1", "abort", "during"), -signal.SIGABRT),
         (at("1RECV_F3", "segfault"), -signal.SIGSEGV),
@@ -128,21 +134,20 @@ def test_what_ends_a_worker_is_survived(strike: Strike, faultless: Callable[...,
     assert kinds()[fault.do].ends
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        at("1B2", "noop"),
-        at("1F1", "slow", factor=5.0, for_ns=1),
-        at("1F1", "slow", factor=3.0, for_ns=20_000_000),
-        at("1B2", "stop", for_ns=300_000_000),
-        at("1B2", "hang", for_ns=300_000_000),
-        at("1B2", "hang", for_ns=300_000_000, gil="held"),
-    ],
-    ids=str,
-)
-def test_what_ends_nobody_changes_nothing(strike: Strike, faultless: Callable[..., Any], fault: Fault) -> None:
-    check(strike(fault), faultless())
-    assert not kinds()[fault.do].ends
+def test_what_ends_nobody_changes_nothing(strike: Strike, faultless: Callable[..., Any]) -> None:
+    longer = {"steps": 9}
+    faults = (
+        at("1B2", "noop", step=1),
+        at("1F1", "slow", step=2, factor=5.0, for_ns=1),
+        at("1F1", "slow", step=3, factor=3.0, for_ns=20_000_000),
+        at("1B2", "stop", step=4, for_ns=300_000_000),
+        at("1B2", "hang", step=5, for_ns=300_000_000),
+        at("1B2", "hang", step=6, for_ns=300_000_000, gil="held"),
+    )
+    struck = strike(*(replace(each, id=str(number)) for number, each in enumerate(faults)), **longer)
+    check(struck, faultless(**longer))
+    assert struck.confirmed == [*"012345"]
+    assert not any(kinds()[each.do].ends for each in faults)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +201,7 @@ def test_whoever_is_warned_half_a_step_before_its_end_hands_over_inside_the_step
     assert any(action.startswith("1HAND") for _, action in done)
 
 
-@pytest.mark.parametrize("rate", [1e9, 1e3], ids=["a fast link", "a slow link"])
+@pytest.mark.parametrize("rate", [1e9, soaked(1e3)], ids=["a fast link", "a slow link"])
 def test_auto_sends_residuals_if_that_is_quicker_than_their_forwards(
     strike: Strike, faultless: Callable[..., Any], rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,10 +225,7 @@ def test_auto_sends_residuals_if_that_is_quicker_than_their_forwards(
     ("victim", "when"),
     [
         *((0, "after"), (1, "before")),
-        *(
-            pytest.param(*each, marks=pytest.mark.soak)
-            for each in ((0, "before"), (0, "during"), (1, "during"), (1, "after"))
-        ),
+        *(soaked(*each) for each in ((0, "before"), (0, "during"), (1, "during"), (1, "after"))),
     ],
 )
 def test_a_kill_in_a_hand_over_inside_a_step_changes_no_bit(
@@ -282,7 +284,7 @@ def test_a_bit_that_flips_where_nobody_can_compare_shows_in_the_weights(
 SCENARIOS = ("detect", "agree", "regroup", "inventory", "plan", "replay", "merged", "heal")  # of test_library.py too
 
 
-@pytest.mark.parametrize("phase", ["fence", *(pytest.param(each, marks=pytest.mark.soak) for each in SCENARIOS)])
+@pytest.mark.parametrize("phase", ["fence", *map(soaked, SCENARIOS)])
 def test_the_recoverer_may_die_in_any_phase(
     strike: Strike, faultless: Callable[..., Any], phase: RecoveryPhase
 ) -> None:
@@ -294,7 +296,7 @@ def test_the_recoverer_may_die_in_any_phase(
 
 @pytest.mark.parametrize(
     "victim",
-    [Role("neighbour"), *(pytest.param(each, marks=pytest.mark.soak) for each in (Worker(2), Owner(0, 2)))],
+    [Role("neighbour"), *map(soaked, (Worker(2), Owner(0, 2)))],
     ids=str,
 )
 def test_a_second_fault_follows_with_a_delay(strike: Strike, faultless: Callable[..., Any], victim: Victim) -> None:

@@ -13,7 +13,7 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, differences
 from tests.kills import parse_kills
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_etcd")]
 
 GPT: dict[str, Any] = {"model": "gpt", "model_args": {"width": 16, "heads": 2, "tied": True, "depth": 4}}
 BLOCKS = {"stages": 3, "blocks": 2, "elastic": True, "activation_checkpoint": 2}
@@ -33,7 +33,7 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
 
 
 @pytest.mark.parametrize(("kill", "victim"), [("1:0:OFFLOAD:2:during", 0), ("2:1:RELOAD:3:after", 1)])
-@pytest.mark.parametrize("model", [GPT, RESNET], ids=["gpt", "resnet18"])
+@pytest.mark.parametrize("model", [GPT, pytest.param(RESNET, marks=pytest.mark.soak)], ids=["gpt", "resnet18"])
 def test_the_death_of_a_worker_with_residuals_on_its_host_changes_no_bit(
     model: dict[str, Any], kill: str, victim: int, runs: Runs
 ) -> None:

@@ -19,7 +19,7 @@ from tests.e2e.kill_runs import Event, Runs
 from tests.e2e.user_batches import MICROBATCHES, VALIDATION_MICROBATCHES
 from tests.kills import parse_kill
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 SMALL: dict[str, Any] = {
     "microbatches": MICROBATCHES,
@@ -70,10 +70,10 @@ def victims(events: list[Event]) -> list[int]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"stages": 1},
+        pytest.param({"stages": 1}, marks=pytest.mark.soak),
         {"stages": 2, "activation_checkpoint": 2},
-        {"stages": 3},
-        {"stages": 4, "schedule": "zb1p"},
+        pytest.param({"stages": 3}, marks=pytest.mark.soak),
+        pytest.param({"stages": 4, "schedule": "zb1p"}, marks=pytest.mark.soak),
         {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved"},
     ],
 )

@@ -74,15 +74,16 @@ def test_scenarios_as_tests(tests: pytest.Pytester) -> None:
     assert (done.ret, "outcome" in done.stdout.str()) == (80, True)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "words"),
-    [
-        ("kill-midle-stage", "no scenario is called 'kill-midle-stage' (did you mean 'kill-middle-stage'?)"),
-        ("own.yaml", "no file tests/own.yaml: a path is relative to the folder of the test file"),
-        ("scenarios/bad.yaml", "tests/scenarios/bad.yaml:"),
-    ],
-)
-def test_a_wrong_scenario_is_named_without_a_traceback(tests: pytest.Pytester, scenario: str, words: str) -> None:
+def test_a_wrong_scenario_is_named_without_a_traceback(tests: pytest.Pytester) -> None:
     (tests.path / "tests" / "scenarios" / "bad.yaml").write_text(OWN.replace("do: kill", "doo: kill"))
-    said = output(tests, f"def test_it(bamboo_scenario):\n    bamboo_scenario({scenario!r})\n", failed=1)
-    assert words in said
+    words = {
+        "kill-midle-stage": "no scenario is called 'kill-midle-stage' (did you mean 'kill-middle-stage'?)",
+        "own.yaml": "no file tests/own.yaml: a path is relative to the folder of the test file",
+        "scenarios/bad.yaml": "tests/scenarios/bad.yaml:",
+    }
+    text = "".join(
+        f"def test_{number}(bamboo_scenario):\n    bamboo_scenario({scenario!r})\n"
+        for number, scenario in enumerate(words)
+    )
+    said = output(tests, text, failed=len(words))
+    assert [each for each in words.values() if each not in said] == []

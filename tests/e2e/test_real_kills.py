@@ -1,8 +1,8 @@
 """Hundreds of real faults, at every kind of action: only the absence of the victim may show.
 
 Rules: every committed step of a run has the bits of its fault-free twin. The events prove each fault, at the named
-action. `make test` has every sort of kill once, in all short settings; `make soak-tests` has every sort with every
-redundancy, and `make soak` makes further kills.
+action. `make test` has every op before, in and after it and at every place, in settings that have each model and each
+redundancy; `make soak-tests` has every sort with every redundancy, and `make soak` makes further kills.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.core.job.job import Job
 from engine.core.ownership import Redundancy
 from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
-from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
+from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, pairs, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives, not_as_forecast
 from tests.e2e.recorded import events_of
 from tests.kills import parse_kill, parse_kills
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_etcd")]
 
 # With reroute and none the other pipeline has the only copy, so a worker that heals has no further replica. Heirs act
 # as with lazy and two pipelines, so every third sort is enough.
@@ -41,8 +41,17 @@ _FEWER = tuple(
 )
 KINDS = {"lazy": SORTS, "eager": SORTS, "reroute": _FEWER, "none": _FEWER}
 LEAST_KILLS = 150
-# Most of their time is convolutions; test_streams.py has two of them.
-LONGEST = ("resnet18-lazy", "resnet18-eager", "resnet18-eager-x2", "resnet18-none-x2")
+SQUARE = tuple(
+    sort
+    for sort in SORTS
+    if (WHENS.index(sort.when) + OPS.index(sort.op)) % 3 == PLACES.index(sort.place)
+    or (sort.place == "middle" and not all(Sort(sort.op, sort.when, place) in SORTS for place in PLACES))
+)
+# Each model and each redundancy, alone and in pairs, with two shadows and with streams; test_streams.py has a resnet18.
+SHORT = (
+    *("mlp-lazy-2", "mlp-eager", "mlp-none-x2", "gpt-lazy-x2", "gpt-reroute-x2"),
+    *("kinds-lazy", "kinds-eager-streamed", "kinds-none-x2"),
+)
 SILENCE = "1500ms"
 STEPS_TO_LEAVE = 5  # to hand over, heal, go, and heal again
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 8, "validate_every": 3}
@@ -76,8 +85,14 @@ def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
 
 @functools.cache
 def sample() -> tuple[tuple[str, tuple[Kill, ...]], ...]:
-    """Returns the runs of `make test`, which have every sort of kill once."""
-    return covering([name for name in UNSHARDED if name not in LONGEST], SORTS)
+    """Returns the runs of `make test`, which have each op at each moment and at each place."""
+    return covering(SHORT, SQUARE)
+
+
+@functools.cache
+def every_sort() -> tuple[tuple[str, tuple[Kill, ...]], ...]:
+    """Returns runs of the soak, which have every sort of kill once, in all settings without convolutions."""
+    return covering([name for name in UNSHARDED if not name.startswith("resnet18")], SORTS)
 
 
 @pytest.fixture(name="runs", scope="module")
@@ -112,8 +127,10 @@ def test_every_sort_of_kill_is_in_the_suite() -> None:
         assert struck.keys() >= set(sorts)
     assert sum(len(kills) for redundancy in KINDS for _, kills in suite(redundancy)) >= LEAST_KILLS
     assert {setting for redundancy in KINDS for setting, _ in suite(redundancy)} == set(UNSHARDED)
-    assert {kill.sort for _, kills in sample() for kill in kills} == set(SORTS)
-    assert {setting for setting, _ in sample()} == set(UNSHARDED) - set(LONGEST)
+    short = {kill.sort for _, kills in sample() for kill in kills}
+    assert pairs(short) == pairs(SORTS)
+    assert {setting for setting, _ in sample()} == set(SHORT)
+    assert {job_of(setting).redundancy for setting in SHORT} == KINDS.keys()
 
 
 def soaked(*values: Any) -> Any:
@@ -121,9 +138,15 @@ def soaked(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("setting", [name for name in UNSHARDED if name not in LONGEST])
+@pytest.mark.parametrize("setting", SHORT)
 def test_nothing_comes_of_any_kill(runs: Runs, setting: str) -> None:
     strike_all(runs, setting, sample())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setting", [name for name in UNSHARDED if not name.startswith("resnet18")])
+def test_nothing_comes_of_every_sort_of_kill(runs: Runs, setting: str) -> None:
+    strike_all(runs, setting, every_sort())
 
 
 @pytest.mark.soak
@@ -195,7 +218,7 @@ def test_what_goes_otherwise_than_forecast_is_seen(runs: Runs) -> None:
 
 
 LEAVING = ("mlp-lazy", "mlp-eager", "gpt-lazy", "gpt-eager-2", "mlp-lazy-x2", "mlp-reroute-x2", "resnet18-eager-x2")
-LEAVING_SHORT = ("mlp-lazy", "gpt-eager-2", "mlp-reroute-x2")  # one of each redundancy, and two shadows
+LEAVING_SHORT = ("gpt-eager-2", "mlp-reroute-x2")  # two shadows and none; test_faults.py has one
 
 
 def leaving_job(setting: str) -> Job:
@@ -302,7 +325,7 @@ def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs
             r"worker 1 hangs for \S+ s \(limit \S+ s\) in 2F3 of step 1, as worker 2 did: it comes from the user's",
         ),
         ("exit", "worker 1 exited with code 1 in 2F3 of step 1, as worker 2 did: it comes from the user's code, "),
-        (
+        soaked(
             "SystemExit",
             r"in layer 2 \(after\), microbatch 3 of pipeline 0: SystemExit: 3 .*/kill_models.* it is the model, not a",
         ),

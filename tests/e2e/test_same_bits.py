@@ -16,7 +16,7 @@ from engine.runtime.agent.run_state import Ending
 from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
 from tests.e2e.plain_loop import train as train_plainly
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 Train = Callable[..., Ending]
 

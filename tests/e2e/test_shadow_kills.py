@@ -20,11 +20,11 @@ from engine.core.program.schedules import SCHEDULES
 from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import test_real_kills, test_schedule_kills, test_streams
-from tests.e2e.kill_forecast import PLACES, Forecast, Kill, Sort, plan_kills
+from tests.e2e.kill_forecast import PLACES, Forecast, Kill, Sort, pairs, plan_kills
 from tests.e2e.kill_runs import Event, Runs, actions_of, differences, lives
 from tests.kills import parse_kill
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 SMALL: dict[str, Any] = {"stages": 4, "microbatches": 4, "steps": 6, "validate_every": 3, "audit": 1}
 DEADLY: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:deadly"}
@@ -47,6 +47,15 @@ def planned_kills() -> Iterator[Kill]:
         yield from test_streams.plan_of(setting)[1]
 
 
+def kills_of_the_soak() -> Iterator[Kill]:
+    """Yields more kills, those of `make soak-tests`: some strike a shadow beside its work."""
+    for _, kills in test_real_kills.every_sort():
+        yield from kills
+    for schedule in SCHEDULES:
+        for number in range(test_schedule_kills.num_kills(schedule)):
+            yield test_schedule_kills.kill_of(schedule, number)
+
+
 # With shards no worker can take over: see test_fsdp.py. A counted forward runs again only after a second death, at a
 # moment that no step names: the soak strikes there.
 NEVER_NAMED = {*SHARD_OPS, Op.REDO_F}
@@ -60,14 +69,14 @@ def test_every_kind_of_action_is_struck_before_in_and_after_it() -> None:
     kills = list(planned_kills())
     struck = {kill.sort for kill in kills}
     every = {
-        (op, when, place)
+        Sort(op, when, place)
         for op in Op
         for when in WHENS
         for place in PLACES
         if op not in NEVER_NAMED | ELSEWHERE and op not in AT_ONE_END[place]
     }
-    assert every - struck == set()
-    beside = {kill.beside for kill in kills}
+    assert pairs(every) - pairs(struck) == set()
+    beside = {kill.beside for kill in (*kills, *kills_of_the_soak())}
     assert {(op, when) for op in (Op.F, Op.LOG, Op.STREAM) for when in ("before", "after")} - beside == set()
 
 

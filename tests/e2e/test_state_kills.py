@@ -20,7 +20,7 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, differences, lives
 from tests.kills import parse_kill
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_etcd")]
 
 STAGES, MICROBATCHES = 4, 4
 SMALL: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Runs, actions_of, differences, job_of
 from tests.kills import parse_kills
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_etcd")]
 
 SORTS = tuple(Sort(Op.STREAM, when, place) for when in WHENS for place in PLACES)
 SETTINGS = ("gpt-lazy", "gpt-eager-2", "resnet18-lazy", "kinds-lazy")

@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path
     assert [*tmp_path.iterdir()] == [], "a run that has recorded nothing leaves no folder, and no link to it"
 
 
-@pytest.mark.parametrize("limit", [12, 18, 96])
+@pytest.mark.parametrize("limit", [pytest.param(12, marks=pytest.mark.soak), 18, 96])
 def test_too_few_descriptors_leave_nothing_or_a_run_with_its_end(tmp_path: Path, limit: int) -> None:
     """A run with so few read as one whose launcher was killed, or had an empty folder."""
     done = subprocess.run(

@@ -54,10 +54,17 @@ def run(job: Job, folder: Path, schedules: Mapping[int, str], kills: tuple[str, 
     return trajectory_hash(ending.view.run_state.rows), read_history(folder / "events.jsonl")
 
 
+@pytest.fixture(scope="module")
+def still(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the trajectory of the job under its own schedule."""
+    return run(replace(JOB, redundancy="lazy"), tmp_path_factory.mktemp("runs") / "still", {})[0]
+
+
 @pytest.mark.parametrize("kills", [(), ("1:1:F:1", "7:2:F:1")], ids=["whole", "with deaths"])
-def test_slots_move_for_another_placement_and_back_with_the_same_bits(tmp_path: Path, kills: tuple[str, ...]) -> None:
+def test_slots_move_for_another_placement_and_back_with_the_same_bits(
+    tmp_path: Path, still: str, kills: tuple[str, ...]
+) -> None:
     job = replace(JOB, redundancy="lazy", offload="host", offload_time=0.1)
-    still, _ = run(replace(job, offload="none"), tmp_path / "still", {})
     moved, history = run(job, tmp_path / "moved", {1: "zbv", 9: "own"}, kills)
     assert moved == still
     epochs = [each for each in history.of(EpochRecord) if not kills or each.verdict or each.planned]
