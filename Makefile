@@ -67,7 +67,7 @@ bench: $(TEST_STAMP)
 soak-sim: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --soak 1000000
 
-# Deaths and lost hosts in jobs of 64, 256 and 1,024 workers, whose messages are counted: three minutes on one core.
+# Deaths and lost hosts in jobs of 64, 256 and 1,024 workers, whose messages are counted: LARGE cases of each.
 LARGE ?= 10
 soak-large: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --large $(LARGE)

@@ -27,7 +27,14 @@ from engine.core.history.run_records import (
 from engine.core.messages import ByeMessage, CommitMessage, EpochMessage, GoMessage
 from engine.core.ownership import Members
 from engine.core.program.ballot import Commit
-from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
+from engine.core.program.inventory import (
+    PlanMessage,
+    PreparedMessage,
+    PrepareMessage,
+    PreparePartMessage,
+    WholePlanMessage,
+)
+from engine.core.program.plan_parts import both_digests
 from engine.core.protocol.coordinator import is_to_be_kept, step
 from engine.core.protocol.coordinator_state import CoordinatorState, begin
 from engine.core.protocol.events import JobRestart, LeaseExpired, Notice, Takeover
@@ -366,11 +373,16 @@ def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() ->
     near = WayOutRecord(of=2, way="boundary", step=0, text="hands over at the boundary after step 0")
     assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0), near]
     assert outputs[-1] == Note(f"worker 2 {near.text}")
-    (order,) = told(outputs)
-    assert isinstance(order, PrepareMessage)
-    state, outputs = given(
-        state, *(heard(each, PreparedMessage(order.plan.epoch, order.number, "plan")) for each in range(3))
-    )
+    orders = [each for each in told(outputs) if isinstance(each, PreparePartMessage)]
+    assert len(orders) == len(told(outputs)) == 3
+    state, outputs = given(state, heard(1, WholePlanMessage(2)), heard(1, WholePlanMessage(3)))
+    (whole,) = told(outputs)
+    assert isinstance(whole, PrepareMessage) and whole.plan.repair is not None and whole.plan.epoch == 2
+    assert {(each.number, each.part.digest) for each in orders} == {
+        (whole.number, both_digests(whole.plan, whole.plan.repair))
+    }
+    assert [(worker, each.holds) for worker, each in enumerate(orders)] == [*whole.plan.inventories]
+    state, outputs = given(state, *(heard(each, PreparedMessage(2, whole.number, "plan")) for each in range(3)))
     assert outputs == ()
     state, outputs = committed(state)
     commit, epoch = told(outputs)[:2]

@@ -18,7 +18,7 @@ from engine.core.messages import (
     NextGroupMessage,
     WaitingMessage,
 )
-from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage, PreparePartMessage
 from engine.core.protocol.coordinator import is_to_be_kept
 from engine.core.protocol.coordinator_state import CoordinatorState, NextGroup, attempted
 from engine.core.protocol.events import Notice, WantedOwners
@@ -54,9 +54,29 @@ def formed(
     return given(state, *(heard(each, NextGroupFormedMessage(2, number, failure)) for each in workers))
 
 
-def answered(state: CoordinatorState, order: PrepareMessage) -> CoordinatorState:
-    answer = PreparedMessage(order.plan.epoch, order.number, "plan")
-    return given(state, *(heard(each, answer) for each in order.plan.members))[0]
+def answered(state: CoordinatorState, *missing: int) -> CoordinatorState:
+    """Returns the state after the answers to the latest preparation."""
+    plan = document(state)
+    answer = PreparedMessage(plan.epoch, state.preparation.number, "plan")
+    return given(state, *(heard(each, answer) for each in plan.members if each not in missing))[0]
+
+
+def document(state: CoordinatorState) -> PlanMessage:
+    """Returns the document of the latest preparation."""
+    assert state.preparation.document is not None
+    return state.preparation.document
+
+
+def prepared_by(outputs: Outputs) -> list[int]:
+    """Returns the workers that are told to prepare a plan; members get parts of it, and newcomers the whole."""
+    orders = [each for each in outputs if isinstance(each, Tell)]
+    return [
+        worker
+        for workers, message in orders
+        if isinstance(message, PrepareMessage | PreparePartMessage)
+        for worker in workers
+        if isinstance(message, PrepareMessage) is (worker == 3)
+    ]
 
 
 # The coordinator
@@ -68,12 +88,10 @@ def test_a_joiner_becomes_a_member_with_a_commit_and_no_worker_waits() -> None:
     state, outputs = formed(state, 0, 1, 2)
     assert outputs == ()
     state, outputs = formed(state, 3)
-    ((tell),) = outputs
-    assert isinstance(tell, Tell) and tell.workers == (0, 1, 2, 3)
-    order = tell.message
-    assert isinstance(order, PrepareMessage)
-    assert (order.plan.epoch, order.plan.members, order.plan.owners) == (2, (0, 1, 2, 3), (0, 1, 2))
-    state, outputs = committed(answered(state, order))
+    assert len(outputs) == 4 and prepared_by(outputs) == [0, 1, 2, 3]
+    plan = document(state)
+    assert (plan.epoch, plan.members, plan.owners) == (2, (0, 1, 2, 3), (0, 1, 2))
+    state, outputs = committed(answered(state))
     commit, entered = told(outputs)[:2]
     assert isinstance(commit, CommitMessage) and isinstance(entered, EpochMessage)
     assert (entered.group, entered.members.runs, entered.gather, entered.regroup) == (1, ((0, 3),), False, False)
@@ -88,17 +106,15 @@ def test_a_step_is_committed_without_the_joiner_if_an_answer_is_missing(missing:
     state, _ = joining()
     state, outputs = formed(state, 0, 1, 2, *([3] if missing == "a plan" else []))
     if missing == "a plan":
-        (order,) = told(outputs)
-        assert isinstance(order, PrepareMessage)
-        answer = PreparedMessage(order.plan.epoch, order.number, "plan")
-        state, _ = given(state, *(heard(each, answer) for each in (0, 1, 2)))
+        assert prepared_by(outputs) == [0, 1, 2, 3]
+        state = answered(state, 3)
     state, outputs = committed(state)
     commit = told(outputs)[0]
     assert isinstance(commit, CommitMessage) and commit.then == "step"
     assert (state.membership.epoch, state.membership.waiting) == (1, (3,))
     assert not any(isinstance(each, NextGroupMessage) for each in told(outputs)), "the group stays, or goes on forming"
-    again = [each for each in told(outputs) if isinstance(each, PrepareMessage)]
-    assert [each.plan.committed for each in again] == ([1] if missing == "a plan" else [])
+    assert prepared_by(outputs) == ([0, 1, 2, 3] if missing == "a plan" else [])
+    assert missing == "a group" or document(state).committed == 1
 
 
 def test_a_waiting_worker_that_does_not_join_waits() -> None:
@@ -169,9 +185,8 @@ def test_nobody_joins_with_the_last_commit() -> None:
 def test_a_leaving_worker_does_not_wait_for_a_joiner() -> None:
     state, _ = joining()
     state, outputs = given(state, Notice(6, 2, 120 * S))
-    (order,) = [each for each in told(outputs) if isinstance(each, PrepareMessage)]
-    assert order.plan.members == (0, 1, 2)
-    state, outputs = committed(answered(state, order))
+    assert prepared_by(outputs) == [0, 1, 2] and document(state).members == (0, 1, 2)
+    state, outputs = committed(answered(state))
     (entered,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
     assert (entered.epoch, entered.members.runs, entered.group) == (2, ((0, 2),), 0)
     assert NextGroupMessage(3, 1, (0, 1, 2, 3)) in told(outputs), "the attempt for epoch 2 has ended with it"
@@ -183,9 +198,8 @@ def test_a_wish_that_names_a_joiner_waits_for_it_as_a_whole() -> None:
     assert told(outputs) == [], "no epoch is prepared for a part of the wish"
     assert (state.membership.wanted, state.membership.wanted_moves) == ((1, 1, 3), {})
     state, outputs = formed(state, 0, 1, 2, 3)
-    (order,) = told(outputs)
-    assert isinstance(order, PrepareMessage) and order.plan.wanted == (1, 1, 3)
-    state, _ = committed(answered(state, order))
+    assert prepared_by(outputs) == [0, 1, 2, 3] and document(state).wanted == (1, 1, 3)
+    state, _ = committed(answered(state))
     assert state.membership.wanted_moves == {0: 1, 2: 3}
     lost, _ = given(joining()[0], WantedOwners(6, (1, 1, 3), "a test"), killed(3))
     assert lost.membership.wanted_moves == {0: 1}

@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 
 from engine.codec.messages import encode
+from engine.core.job.job import Job as RunJob
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
-from engine.core.program.build import baseline
-from engine.core.program.inventory import Inventory, PlanMessage, PlanPartMessage, to_json
+from engine.core.program.build import baseline, build_program
+from engine.core.program.inventory import Inventory, PlanMessage, PlanPartMessage, from_json, to_json
 from engine.core.program.plan_parts import document_of, first_grid, grid_of, parts_of
-from engine.core.program.planner import PlanInput, repair_of
+from engine.core.program.planner import PlanInput, healing_in, held_at_start, repair_of
+from engine.core.program.verify import verify
+from engine.core.protocol.orders import held_at_boundary
+from engine.core.protocol.plan_orders import at_boundary
 from engine.core.protocol.worker_inputs import plan_epoch
+from tests.core.recovery_cases import Job
 
 
 def _plan(workers: int, victim: int) -> tuple[Grid, PlanMessage, PlanMessage]:
@@ -88,7 +93,63 @@ def test_only_members_with_a_tied_stage_need_the_whole_unless_the_step_ends() ->
     assert all(document_of(replace(part, ends=True), (BASE,), worker, tied) is None for worker, part in PARTS.items())
 
 
-def test_a_plan_that_is_no_repair_or_that_moves_slots_has_no_parts() -> None:
+def test_a_part_names_the_wanted_owners_that_are_others() -> None:
+    plan = replace(PLAN, wanted=(*PLAN.owners[:-1], 3))
+    for worker, part in parts_of(plan, BASE, GRID):
+        assert part.wanted == ((11, 3),)
+        document = document_of(part, (BASE,), worker, GRID)
+        assert document is not None and document.wanted == plan.wanted
+        assert plan_epoch(GRID, "1f1b", document).plan.digest == plan_epoch(GRID, "1f1b", plan).plan.digest
+        forgotten = replace(document, wanted=())
+        assert plan_epoch(GRID, "1f1b", forgotten).plan.digest != plan_epoch(GRID, "1f1b", plan).plan.digest
+
+
+JOBS = [
+    Job(Grid(4, 6)),
+    Job(Grid(4, 6), "gpipe"),
+    Job(Grid(4, 6), "zb1p"),
+    Job(Grid(8, 8), "interleaved", stages_per_worker=2),
+    Job(Grid(8, 8), "zbv", stages_per_worker=2),
+    Job(Grid(4, 6, pipelines=2)),
+    Job(Grid(4, 6, blocks=2)),
+    Job(Grid(4, 6, slices=2)),
+]
+
+
+def _of_run(grid: Grid) -> RunJob:
+    """Returns the job of a run with the shape of a grid."""
+    stages, microbatches = grid.stages // grid.blocks, grid.microbatches // grid.slices
+    return RunJob(
+        stages=stages, microbatches=microbatches, pipelines=grid.pipelines, blocks=grid.blocks, slices=grid.slices
+    )
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.schedule}-{job.grid.pipelines}-{job.grid.slices}")
+@pytest.mark.parametrize("moved", [(), (1,), (1, 2)], ids=["none", "one", "two"])
+def test_a_prepared_step_is_a_whole_step_of_its_owners(job: Job, moved: tuple[int, ...]) -> None:
+    """All slots of some workers move to their shadows, and other members become the shadows."""
+    before = job.ownership()
+    members, slots = before.workers(), before.grid.slots()
+    lines = zip(slots, before.owners, before.shadows, strict=True)
+    owners = tuple(line[0] if owner in moved else owner for _, owner, line in lines)
+    after = job.healed(Ownership(job.grid, owners), tuple(each for each in members if each not in moved))
+    texts = tuple((each, to_json(held_at_boundary(each, 5, before))) for each in members)
+    shown = (after.owners, after.shadows, texts)
+    document = at_boundary(_of_run(job.grid), PlanMessage(2, 4, members, moved, *shown, before=after.owners))
+    given = PlanInput(2, 4, after, tuple(from_json(text) for _, text in texts))
+    assert document.repair is not None
+    plan = plan_epoch(job.grid, job.schedule, document).plan
+    usual = build_program(job.schedule, after, "lazy", healing_in(given))
+    assert {worker: plan.program[worker] for worker in members} == {worker: usual.get(worker, ()) for worker in members}
+    assert verify(dict(plan.program), after, healing_in(given), held=held_at_start(given)) == ()
+
+
+def test_stages_in_shards_are_planned_by_each_member() -> None:
+    document = PlanMessage(2, 4, (0, 1), (), (0, 1), ((), ()), ((0, "{}"), (1, "{}")))
+    assert at_boundary(RunJob(pipelines=2, stages=1, fsdp=1), document) is document
+
+
+def test_a_plan_that_is_no_repair_or_whose_grid_is_none_of_its_own_has_no_parts() -> None:
     assert not dict(parts_of(replace(PLAN, repair=None), BASE, GRID))
     assert not dict(parts_of(replace(PLAN, wanted=PLAN.owners), BASE, GRID))
     assert not dict(parts_of(replace(PLAN, hosts=()), BASE, GRID))

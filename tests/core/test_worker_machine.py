@@ -33,8 +33,12 @@ from engine.core.program.inventory import (
     PlanPartMessage,
     PreparedMessage,
     PrepareMessage,
+    PreparePartMessage,
+    ProgramRest,
     Repair,
+    WholePlanMessage,
 )
+from engine.core.program.plan_parts import first_grid, grid_of, parts_of
 from engine.core.program.planner import EpochPlan, Plan
 from engine.core.protocol.worker_inputs import (
     GroupFormed,
@@ -182,6 +186,7 @@ SAMPLES: dict[type, Input] = {
     NoticeReceived: NoticeReceived(),
     StagesBuilt: StagesBuilt(0, WHOLE, 0, 0),
     PrepareMessage: ProtocolMessage(PrepareMessage(7, document(3, 3))),
+    PreparePartMessage: ProtocolMessage(PreparePartMessage(7, PART, HOLDS)),
     PlanPrepared: PlanPrepared(7, plan(3, 3)),
     GroupFormed: GroupFormed(2),
     NextGroupMessage: ProtocolMessage(NextGroupMessage(3, 1, (0, 1, 2))),
@@ -207,6 +212,7 @@ CELLS = {
     "NoticeReceived": "rrrrrrrrrr.",
     "StagesBuilt": "rxxxxxxxxx.",
     "PrepareMessage": "xrrrrrrrrr.",
+    "PreparePartMessage": "xrrrrrrrrr.",
     "NextGroupMessage": "xrrrrrrrrr.",
     "NextGroupFormed": "xrrrrrrrrr.",
     "PlanPrepared": "xrrrrrrrrr.",
@@ -637,6 +643,23 @@ def test_a_plan_is_prepared_and_answered_in_any_mode() -> None:
         state, outputs = step(before, PlanPrepared(7, plan(2, 3)))
         assert outputs == (SendMessage(PreparedMessage(2, 7, "digest 2")),)
         assert state == before._replace(prepared=(plan(2, 3),))
+
+
+def test_a_part_of_a_plan_is_prepared_from_the_grid_of_the_epoch_before_it_which_may_be_prepared_too() -> None:
+    rests, wanted = (ProgramRest(0, 0), ProgramRest(1, 0)), (1, 1)
+    base, whole = first_grid(1, (0, 1), WHOLE.owners, WHOLE.shadows), document(2, 3)
+    plan = replace(whole, owners=WHOLE.owners, before=WHOLE.owners, wanted=wanted, repair=Repair(rests, (), (), (), ()))
+    part = dict(parts_of(plan, base, GRID))[0]
+    (order,) = step(running(3), ProtocolMessage(PreparePartMessage(7, part, HOLDS)))[1]
+    assert isinstance(order, PreparePlan) and order.order.number == 7
+    made = order.order.plan
+    assert (grid_of(made), made.wanted, made.inventories) == (grid_of(plan), wanted, ((0, HOLDS),))
+    later = replace(part, epoch=3, change=replace(part.change, base=2))
+    told = ProtocolMessage(PreparePartMessage(8, later, HOLDS))
+    assert step(running(3), told)[1] == (SendMessage(WholePlanMessage(3)),)
+    prepared_before = EpochPlan(replace(plan, epoch=2), WHOLE, Plan(4, {}, (), (), "digest"))
+    (order,) = step(running(3)._replace(prepared=(prepared_before,)), told)[1]
+    assert isinstance(order, PreparePlan) and order.order.plan.epoch == 3
 
 
 def test_of_the_prepared_plans_the_latest_of_two_epochs_are_kept() -> None:

@@ -17,7 +17,7 @@ from engine.core.job.job import Job
 from engine.core.message_kinds import Message
 from engine.core.messages import EpochMessage, GoMessage, NextGroupFormedMessage, NextGroupMessage, WaitingMessage
 from engine.core.program.ballot import VoteMessage
-from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.program.inventory import PreparedMessage, PreparePartMessage
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Tell
 from engine.core.protocol.state import Phase
 from engine.files.atomic_write import write_atomically
@@ -80,7 +80,7 @@ MOMENTS = {
     "a group is to form": said(lambda agent, each: isinstance(each, NextGroupMessage)),
     "a member has formed it": heard(NextGroupFormedMessage, 0),
     "the joiner has formed it": heard(NextGroupFormedMessage, JOINER),
-    "the epoch is prepared": said(lambda agent, each: isinstance(each, PrepareMessage)),
+    "the epoch is prepared": said(lambda agent, each: isinstance(each, PreparePartMessage)),
     "the joiner has prepared it": heard(PreparedMessage, JOINER),
     "a member has prepared it": heard(PreparedMessage, 0),
     "the epoch begins": said(lambda agent, each: isinstance(each, EpochMessage) and JOINER in each.members),

@@ -10,7 +10,7 @@ from engine.codec.documents import documents
 from engine.core import messages
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.kv import KV, Lease
-from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.program.inventory import PreparedMessage, PreparePartMessage
 from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState
 from engine.core.protocol.events import Notice, Takeover
 from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput, CoordinatorOutput, Stop
@@ -95,9 +95,9 @@ def test_the_last_reconfiguration_can_be_read(backend: Backend) -> None:
 def test_a_prepared_hand_over_and_its_commit_are_written_as_one(backend: Backend) -> None:
     client, reader = backend.client(), backend.client()
     coordinator = start(client, begun())
-    (order,) = told(tell(coordinator, *JOINED, Notice(2, 2, S)))
-    assert isinstance(order, PrepareMessage)
-    prepared = PreparedMessage(order.plan.epoch, order.number, "plan")
+    orders = told(tell(coordinator, *JOINED, Notice(2, 2, S)))
+    assert [type(each) for each in orders] == [PreparePartMessage] * 3
+    prepared = PreparedMessage(2, coordinator.state.preparation.number, "plan")
     tell(coordinator, *(heard(worker, prepared) for worker in range(3)))
     before = reader.read_prefix("").revision
     assert [type(each) for each in told(commit(coordinator))] == [messages.CommitMessage, messages.EpochMessage]

@@ -25,21 +25,25 @@ _LOST_HOST = Fault(0, "never", kind="zombie")  # it strikes nobody; a world with
 W = TypeVar("W", bound=World)
 
 
-def begun(case: Case, world_of: type[W]) -> W:
-    """Returns the world of a case, already at its first epoch if the start of the shape is that of the case."""
+def begun(case: Case, world_of: type[W], *, once: bool = False) -> W:
+    """Returns the world of a case, already at its first epoch if the start of the shape is that of the case.
+
+    With `once` that is no copy: a process may do so for one case of a shape, and then ends.
+    """
     is_early = any(fault.point in _POINTS or (fault.point == "moment" and fault.at <= MOMENTS) for fault in case.faults)
     if case.spread or case.deaths or is_early:
         return world_of(case)
     start = replace(case, seed=0, faults=(_LOST_HOST,) if case.loses_a_host else ())
     make: Callable[[Case], World] = world_of
-    world: W = _beginning(start, make)()
+    first, copy = _beginning(start, make)
+    world: Any = first if once else copy()
     world.takes(case)
     return world
 
 
 @lru_cache(maxsize=64)
-def _beginning(case: Case, world_of: Callable[[Case], World]) -> Callable[[], Any]:
-    """Returns a function that makes worlds at the begin of the first epoch; they share all that never changes."""
+def _beginning(case: Case, world_of: Callable[[Case], World]) -> tuple[World, Callable[[], Any]]:
+    """Returns a world at the begin of the first epoch, and a function that copies it, but not what never changes."""
     world = world_of(case)
     world.run(until_begun=True)
     written = io.BytesIO()
@@ -52,7 +56,7 @@ def _beginning(case: Case, world_of: Callable[[Case], World]) -> Callable[[], An
         reader.shared = shared
         return reader.load()
 
-    return copy
+    return world, copy
 
 
 class _Pickler(pickle.Pickler):

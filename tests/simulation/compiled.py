@@ -235,6 +235,8 @@ def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes
 
 def _numbered(actions: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:
     """Returns actions whose gathers of a stage have a number each, so that their messages are told apart."""
+    if not any(action[0] == UNSHARD for action in actions):
+        return actions
     counts = Counter[int]()
     found = []
     for action in actions:

@@ -15,13 +15,15 @@ from engine.codec.documents import documents, resume
 from engine.core import checkpoint_rules
 from engine.core.errors import required
 from engine.core.job.job import Job
+from engine.core.message_kinds import ToWorker
 from engine.core.program.ballot import VoteMessage
-from engine.core.program.inventory import PlanPartMessage
+from engine.core.program.inventory import PlanPartMessage, PreparePartMessage
 from engine.core.protocol import inputs_outputs
 from engine.core.protocol.coordinator import is_to_be_kept, step
 from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import WorkerWord
 from engine.core.protocol.inputs_outputs import CoordinatorInput
+from engine.core.protocol.plan_orders import at_boundary
 from tests.simulation.case import Violation
 from tests.simulation.plans import planned
 from tests.simulation.provenance import CLIP_NORM
@@ -140,6 +142,18 @@ class Coordinator:
         self.is_writing = False
         self._take_next()
 
+    def _keep_plan(self, message: ToWorker) -> None:
+        """Makes the plan whose part is sent, if no part of it was sent before: workers compare theirs with it."""
+        part = message.part if isinstance(message, PreparePartMessage) else message
+        if not isinstance(part, PlanPartMessage) or (key := (part.epoch, part.digest)) in self.world.plans:
+            return
+        plan, prepared = self.state.plan, self.state.preparation.document
+        if part is not message:
+            plan = at_boundary(self.world.job, required(prepared, "its parts are sent"))
+        whole = required(plan, "its parts are sent")
+        is_checked = self.world.checks_plans
+        self.world.plans[key] = planned(self.world.grid, self.world.case.schedule, whole, is_checked=is_checked)
+
     def _take_next(self) -> None:
         while self.alive and self.waiting and not self.is_busy:
             kind, words = self.waiting.pop(0)
@@ -150,9 +164,7 @@ class Coordinator:
         for output in found:
             if isinstance(output, inputs_outputs.Tell):
                 world.judge.told(output.message)
-                if isinstance(output.message, PlanPartMessage) and output.message.epoch not in world.plans:
-                    plan = required(self.state.plan, "its parts are sent")
-                    world.plans[plan.epoch] = planned(world.grid, world.case.schedule, plan)
+                self._keep_plan(output.message)
                 for number in output.workers:
                     world.tell(world.workers[number], output.message)
                     if not world.reach():

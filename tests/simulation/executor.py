@@ -6,7 +6,7 @@ an error, because a group is formed when all members have joined it. A stopped p
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +74,8 @@ class Executor:
         self.broken: set[int] = set()
         self.whole: set[int] = set()  # the stages in shards that are put together here
         self.lost: set[int] = set()  # peers that did not get what it sent
-        self.sent: Counter[int] = Counter()  # transfers in this group, by peer
-        self.taken: Counter[int] = Counter()
+        self.sent: dict[int, int] = defaultdict(int)  # transfers in this group, by peer
+        self.taken: dict[int, int] = defaultdict(int)
         self.woken_ns = 0  # by its last piece of news
 
     # What a worker adds
@@ -202,7 +202,7 @@ class Executor:
         """Leaves its group for a new one."""
         self.group, self.is_formed = group, False
         self.inbox, self.ahead, self.broken, self.lost = {}, {}, set(), set()
-        self.sent, self.taken = Counter(), Counter()
+        self.sent, self.taken = defaultdict(int), defaultdict(int)
 
     def enter_next(self, group: int) -> None:
         """Leaves its group for one that was formed meanwhile; some members may have entered it before."""

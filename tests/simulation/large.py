@@ -2,17 +2,18 @@
 
 ``python -m tests.simulation --large N`` tries N cases at each of 64, 256 and 1,024 workers, and prints how many
 messages and bytes the coordinator and the workers exchange beside those of the same job without a failure. A loss of a
-host is one failure of eight workers. The cases of one size share their start.
+host is one failure of eight workers. The cases of one size share their start; each has a process of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from random import Random
 from statistics import mean
-from time import process_time
+from time import monotonic, process_time
+from typing import NamedTuple
 
 from engine.codec.messages import encode
 from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, ToWorker
@@ -28,6 +29,8 @@ from tests.simulation.world import World
 
 SIZES = (64, 256, 1024)
 _ON_A_HOST = 8
+_ENDED: list[LargeWorld] = []  # to take a world apart takes longer than to end its process
+_CHECKED = 10  # of so many cases, one has its plans checked
 LOSS = "host"  # of the worker; the lease of its agent expires
 
 
@@ -40,6 +43,11 @@ class LargeWorld(World):
         self.largest = 0
         self._last: tuple[Message | None, int] = (None, 0)  # one message goes to many workers
         super().__init__(case)
+
+    def takes(self, case: Case) -> None:
+        """Takes a case; of most cases no oracle looks at the plans, which takes long: they show when they are run."""
+        super().takes(case)
+        self.checks_plans = case.seed % _CHECKED == 0
 
     def placed(self, ownership: Ownership, case: Case) -> Ownership:
         """Returns the ownership with shadows on other hosts."""
@@ -87,46 +95,92 @@ class LargeWorld(World):
 def large_case(workers: int, number: int) -> Case:
     """Returns the random case of a number: one or two deaths, or the loss of a host, in the first step or the next."""
     rng = Random(f"large {workers} {number}")  # noqa: S311
-    case = Case(stages=workers, microbatches=2, steps=2, seed=number)
+    case = replace(usual_case(workers), seed=number)
     kind, count = rng.choice((("kill", 1), ("kill", 1), ("kill", 2), (LOSS, 1)))
     struck = rng.sample(range(0, workers, 2 * _ON_A_HOST), count)  # on hosts that are no neighbours
     first = rng.randrange(_ON_A_HOST)
     return replace(case, faults=tuple(Fault(each + first, "moment", rng.randint(6, 20), kind) for each in struck))
 
 
-def ran(case: Case) -> tuple[LargeWorld, History]:
-    """Returns the world of a case at its end, and its history."""
-    world = begun(case, LargeWorld)
+def ran(case: Case, *, once: bool = False) -> tuple[LargeWorld, History]:
+    """Returns the world of a case at its end, and its history; with `once` the process can try no other case."""
+    world = begun(case, LargeWorld, once=once)
+    _ENDED.extend([world] if once else [])
     return world, history_of(world)
 
 
-def figures(workers: int, cases: int) -> Iterator[str]:
-    """Tries the cases of a size; yields what their failures cost, or the first case that broke a promise."""
-    usual, _ = ran(Case(stages=workers, microbatches=2, steps=2))
+class Usage(NamedTuple):
+    """What the job of so many workers sends without a failure."""
+
+    workers: int
+    messages: int
+    sizes: Mapping[str, int]  # by class of message
+
+
+class Outcome(NamedTuple):
+    """What a case cost, beside the same job without a failure."""
+
+    broken: str  # promise, if one is
+    kind: str = ""
+    epochs: int = 0
+    messages: int = 0
+    sizes: Mapping[str, int] = {}  # by class of message
+    largest: int = 0
+    took_s: float = 0.0  # of a processor
+
+
+def usual_case(workers: int) -> Case:
+    """Returns the case of a job without a failure."""
+    return Case(stages=workers, microbatches=2, steps=2)
+
+
+def usage(workers: int) -> Usage:
+    """Returns what a job sends without a failure; all its cases then share its start and its programs."""
+    world, _ = ran(usual_case(workers))
+    return Usage(workers, world.counts.total(), dict(world.sizes))
+
+
+def outcome(usual: Usage, number: int, *, once: bool = False) -> Outcome:
+    """Returns what the case of a number cost, in a job as large as one without a failure; `once` is that of `ran`."""
+    begin = process_time()
+    world, history = ran(case := large_case(usual.workers, number), once=once)
+    if history.problem or history.phase is not Phase.FINISHED:
+        return Outcome(f"{history.phase}: {history.problem}\nlarge_case({case.stages}, {number}): {case.text()}")
+    return Outcome(
+        "",
+        "loss of a host" if any(fault.kind == LOSS for fault in history.struck) else "death",
+        history.epoch - 1,
+        world.counts.total() - usual.messages,
+        {name: size - usual.sizes.get(name, 0) for name, size in world.sizes.items()},
+        world.largest,
+        process_time() - begin,
+    )
+
+
+def figures(workers: int, outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Yields what the failures of all cases of a size cost, or the first case that broke a promise."""
+    begin, cases = monotonic(), 0
     more: dict[str, list[tuple[int, int, int]]] = {"death": [], "loss of a host": []}
-    by_class, begin, largest = Counter[str](), process_time(), 0
-    for number in range(cases):
-        world, history = ran(large_case(workers, number))
-        if history.problem or history.phase is not Phase.FINISHED:
-            yield f"{history.phase}: {history.problem}\nlarge_case({workers}, {number}): {history.case.text()}"
+    by_class, largest, took_s = Counter[str](), 0, 0.0
+    for cost in outcomes:
+        cases += 1
+        if cost.broken:
+            yield cost.broken
             return
-        epochs, largest = history.epoch - 1, max(largest, world.largest)
-        if not epochs:
-            continue
-        kind = "loss of a host" if history.struck[0].kind == LOSS else "death"
-        counts, sizes = world.counts.total() - usual.counts.total(), world.sizes.total() - usual.sizes.total()
-        more[kind].append((counts // epochs, sizes // epochs, epochs))
-        by_class.update({name: world.sizes[name] - usual.sizes[name] for name in world.sizes})
-    took_s = (process_time() - begin) / cases
-    for kind, found in more.items():
-        if found:
-            messages, size, epochs = (mean(column) for column in zip(*found, strict=True))
+        largest, took_s = max(largest, cost.largest), took_s + cost.took_s
+        if cost.epochs:
+            size = sum(cost.sizes.values())
+            more[cost.kind].append((cost.messages // cost.epochs, size // cost.epochs, cost.epochs))
+            by_class.update(cost.sizes)
+    for kind, costs in more.items():
+        if costs:
+            messages, size, epochs = (mean(column) for column in zip(*costs, strict=True))
             yield (
                 f"{workers:>6,} workers, {kind}: {messages:,.0f} messages and {size / 1e6:,.2f} MB for each epoch, "
-                f"{messages / workers:.2f} messages for each worker; {epochs:.2f} epochs in a case, {len(found)} cases"
+                f"{messages / workers:.2f} messages for each worker; {epochs:.2f} epochs in a case, {len(costs)} cases"
             )
     most = ", ".join(f"{name} {size / max(1, by_class.total()):.0%}" for name, size in by_class.most_common(3))
     yield (
-        f"{workers:>6,} workers: {took_s:.2f} s for a case; most bytes: {most}; the largest message has {largest:,} "
-        f"bytes, a real one at most {MAX_BYTES:,}"
+        f"{workers:>6,} workers: {(monotonic() - begin) / cases:.2f} s for a case, {took_s / cases:.2f} s of a "
+        f"processor; most bytes: {most}; the largest message has {largest:,} bytes, a real one at most {MAX_BYTES:,}"
     )

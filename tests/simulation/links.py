@@ -100,7 +100,7 @@ class Links:
         """Lets a worker join a group: it is formed when all have joined."""
         joined = self.groups.setdefault(group, set())
         joined.add(worker.number)
-        if joined.issuperset(members):
+        if len(joined) >= len(members) and joined.issuperset(members):
             self._form(group, members, self.world.now + _FORMING_NS)
 
     def _form(self, group: int, members: tuple[int, ...], until: int) -> None:

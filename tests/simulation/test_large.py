@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from engine.core.message_kinds import MAX_BYTES
 from engine.core.ownership import Ownership
 from engine.core.protocol.state import Phase
 from tests.simulation.beginning import begun
 from tests.simulation.case import Case, Fault
-from tests.simulation.large import LOSS, LargeWorld, figures, large_case, ran
+from tests.simulation.large import LOSS, LargeWorld, figures, large_case, outcome, ran, usage
 from tests.simulation.run import history_of
 
 WORKERS = 32
@@ -65,9 +67,9 @@ def test_the_bytes_of_a_failure_grow_no_faster_than_the_job() -> None:
 
 
 def test_figures_are_for_each_kind_of_failure() -> None:
-    first, second, last = figures(WORKERS, 12)
+    first, second, last = figures(WORKERS, map(partial(outcome, usage(WORKERS)), range(12)))
     assert first.startswith("    32 workers, death: ") and second.startswith("    32 workers, loss of a host: ")
-    assert "s for a case; most bytes: PlanPartMessage" in last and "a real one at most 160,000" in last
+    assert "s of a processor; most bytes: PlanPartMessage" in last and "a real one at most 160,000" in last
 
 
 def test_a_hundred_waiting_workers_make_no_message_long_and_hear_nothing_of_a_failure() -> None:

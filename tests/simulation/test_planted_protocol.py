@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.codec.documents import resume
+from engine.core.errors import required
 from engine.core.messages import CommitMessage, EpochMessage
 from engine.core.program import ballot as commit
 from engine.core.program import plan_parts
@@ -19,7 +20,7 @@ from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import coordinator as hearing
 from engine.core.protocol import coordinator as machine
 from engine.core.protocol import membership as protocol
-from engine.core.protocol import orders, worker_machine
+from engine.core.protocol import orders, plan_orders, worker_machine
 from engine.core.protocol import transitions as membership_rules
 from engine.core.protocol import verdicts as membership_verdicts
 from engine.core.protocol import worker_machine as recovery_rules
@@ -29,7 +30,7 @@ from engine.core.protocol.worker_inputs import Inbox
 from engine.core.protocol.worker_state import Mode
 from tests.simulation import coordinator, plans, replica
 from tests.simulation import worker as driver
-from tests.simulation.case import Case, Fault
+from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.compiled import ACTIVATION, LOGGED, REDUCED, STREAMED, key_of, parts_of
 from tests.simulation.executor import Executor
 from tests.simulation.links import MS
@@ -225,6 +226,30 @@ def test_prepared_plan_is_made_from_another_inventory(monkeypatch: Patch) -> Non
 
     monkeypatch.setattr(orders, "held_at_boundary", less)
     caught([LEAVING], "another inventory than in epoch|lost")
+
+
+def test_member_skips_the_first_action_of_a_prepared_step(monkeypatch: Patch) -> None:
+    right = plan_orders.repair_at_boundary
+
+    def stale(source: Any) -> Any:
+        repair = required(right(source), "no stage is lost")
+        *others, last = repair.rests
+        return replace(repair, rests=(*others, replace(last, first=1)))
+
+    monkeypatch.setattr(plan_orders, "repair_at_boundary", stale)
+    monkeypatch.setattr(plans, "repair_at_boundary", stale)
+    caught([LEAVING], "the plan is wrong|the plan computes|the order of what is held")
+
+
+def test_member_is_not_told_of_the_wanted_owners_in_its_part_of_a_plan(monkeypatch: Patch) -> None:
+    right = plan_parts.document_of
+
+    def forgetful(part: Any, known: Any, worker: int, grid: Any) -> Any:
+        return right(replace(part, wanted=()) if worker == 1 else part, known, worker, grid)
+
+    monkeypatch.setattr(recovery_rules, "document_of", forgetful)
+    moved = (Fault(0, "moment", 8, MOVE, length) for length in range(1, 30))
+    caught((replace(SMALL, steps=4, faults=(fault,)) for fault in moved), "different plans|has prepared")
 
 
 def test_heal_of_a_leaving_worker(monkeypatch: Patch) -> None:

@@ -8,6 +8,7 @@ output, and a stopped process carries out the rest when it wakes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core import messages
@@ -16,7 +17,13 @@ from engine.core.manifest import Part
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
+from engine.core.program.inventory import (
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PrepareMessage,
+    PreparePartMessage,
+)
 from engine.core.program.planner import EpochPlan
 from engine.core.protocol import worker_inputs as inputs
 from engine.core.protocol import worker_state as outputs
@@ -50,7 +57,7 @@ class Worker(Joining):
         self.holds = ""
         self.ready: Compiled | None = None
         self.thinks_until = 0  # in the planner thread
-        self.next_step: tuple[int, Any] = (0, None)  # when it is planned
+        self.next_step: tuple[int, Any] = (0, None)  # when it is planned, and what makes it
         self.copied_at = 0  # its last share of a checkpoint
         self.writes = 0  # shares that are not on disk
         self.attempts: dict[int, inputs.GroupKey] = {}  # to form groups of coming epochs, by number of the group
@@ -85,7 +92,7 @@ class Worker(Joining):
         """Takes a message in, in the control thread."""
         if self.puts_off(self.told, message):
             return
-        if isinstance(message, PrepareMessage | NextGroupMessage):
+        if isinstance(message, PrepareMessage | PreparePartMessage | NextGroupMessage):
             self.feed(inputs.ProtocolMessage(message))
             return
         if isinstance(message, messages.PartitionMessage | messages.BordersMessage):
@@ -311,7 +318,8 @@ class Worker(Joining):
     def plan_of(self, told: PlanMessage) -> EpochPlan:
         """Returns the plan of a document, or of its part of one."""
         how = self.ownership.grid, self.case.schedule, told
-        return followed(*how, self.world.plans[told.epoch], self.number) if told.digest else planned(*how).plan
+        whole = self.world.plans[told.epoch, told.digest] if told.digest else planned(*how)
+        return followed(*how, whole, self.number) if told.digest else whole.plan
 
     def prepare_plan(self, output: outputs.PreparePlan) -> Answer:
         """Makes a plan in the planner thread."""
@@ -326,14 +334,15 @@ class Worker(Joining):
     def prepared(self, told: PrepareMessage) -> None:
         """Has made a plan in the planner thread."""
         if not self.puts_off(self.prepared, told):
-            made = planned(self.ownership.grid, self.case.schedule, told.plan).plan
+            made = self.plan_of(told.plan)
             if not made.plan.lost_stages:
                 self.feed(inputs.PlanPrepared(told.number, made))
 
     def load_plan(self, output: outputs.LoadPlan) -> Answer:
         """Makes its share of the plan ready."""
         told = output.plan.document
-        made = self.world.plans[told.epoch] if told.digest else planned(self.ownership.grid, self.case.schedule, told)
+        how = self.ownership.grid, self.case.schedule, told
+        made = self.world.plans[told.epoch, told.digest] if told.digest else planned(*how)
         self.ready = made.shares.get(self.number, Compiled((), ()))
         return None
 
@@ -341,16 +350,15 @@ class Worker(Joining):
         """Plans the next step in the planner thread."""
         case = self.case
         how = (output.schedule or case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
-        self.next_step = (
-            self.planned_at(),
-            next_program(*how, output.members, output.leaving, output.wanted, output.hosts, case.copy_time),
-        )
+        those = (output.members, output.leaving, output.wanted, output.hosts, case.copy_time)
+        self.next_step = (self.planned_at(), partial(next_program, *how, *those))  # made if such a step comes
         return None
 
     def take_next_step(self, output: outputs.TakeNextStep) -> Answer:
         """Waits for the plan of the next step."""
         self.work = output
-        at, (ownership, is_healing, shares) = self.next_step
+        at, make = self.next_step
+        ownership, is_healing, shares = make()
         self.ready = shares.get(self.number, Compiled((), ()))
         made = inputs.NextStepMade(ownership, is_healing)
         if at <= self.world.now:

@@ -86,6 +86,7 @@ class World:
 
     coordinator_of: type[Coordinator] = Coordinator
     judge_of: type[Judge] = Judge
+    checks_plans = True
 
     def __init__(self, case: Case, tell: Callable[[str], None] | None = None):
         self.tell_all = tell
@@ -168,7 +169,7 @@ class World:
         self.workers = [Worker(self, number) for number in self.numbers]
         self.said_ready: set[int] = set()  # the waiting workers that have said so
         self.passes: dict[tuple[int, int], set[int]] = {}  # the owners that have ended a validation pass
-        self.plans: dict[int, Planned] = {}  # of which workers were told parts, by epoch
+        self.plans: dict[tuple[int, str], Planned] = {}  # of which workers were told parts, by epoch and digest
         self.heard_at = [0] * len(self.workers)
         self.said_at = [0] * len(self.workers)
         self.links.groups.clear()

@@ -260,6 +260,7 @@ class PlanPartMessage(ToWorker):
     repair: Repair
     digest: str  # of the grid that follows, and of the whole repair
     ends: bool  # whether a slot of any member is done
+    wanted: tuple[tuple[int, int], ...] = ()  # the wanted owners that are not those of the grid, by place
 
 
 @message
@@ -275,6 +276,15 @@ class PrepareMessage(ToWorker):
 
     number: int
     plan: PlanMessage
+
+
+@message
+class PreparePartMessage(ToWorker):
+    """A `PrepareMessage` for one member: its part of the plan, and the inventory with which it will begin."""
+
+    number: int
+    part: PlanPartMessage
+    holds: str
 
 
 @message

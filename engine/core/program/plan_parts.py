@@ -60,7 +60,9 @@ def both_digests(plan: PlanMessage, repair: Repair) -> str:
 def parts_of(plan: PlanMessage, base: PlanMessage, shape: Grid) -> Iterator[tuple[int, PlanPartMessage]]:
     """Yields the part of each member that has the base; none if the plan is no repair, or cannot be told in parts."""
     repair, change = plan.repair, _change(base, plan)
-    if repair is None or plan.wanted or _changed(base, change) != replace(grid_of(plan), epoch=base.epoch):
+    wanted = _differing(plan.owners, plan.wanted or plan.owners)
+    is_told = _wanted(plan, wanted) == plan.wanted
+    if repair is None or not is_told or _changed(base, change) != replace(grid_of(plan), epoch=base.epoch):
         return
     ownership = ownership_of(shape, plan.owners, plan.shadows)
     rests = {rest.worker: rest for rest in repair.rests}
@@ -76,7 +78,7 @@ def parts_of(plan: PlanMessage, base: PlanMessage, shape: Grid) -> Iterator[tupl
             tuple((each, slot) for slot in slots for each in logged.get(slot, ())),
             tuple((each, slot) for slot in slots for each in healing.get(slot, ())),
         )
-        yield worker, PlanPartMessage(plan.epoch, plan.committed, plan.leaving, change, part, digest, ends)
+        yield worker, PlanPartMessage(plan.epoch, plan.committed, plan.leaving, change, part, digest, ends, wanted)
 
 
 def _by_slot(replicas: Iterable[tuple[int, Slot]]) -> Mapping[Slot, list[int]]:
@@ -116,10 +118,9 @@ def document_of(part: PlanPartMessage, known: Iterable[PlanMessage], worker: int
     base = next((each for each in known if each.epoch == part.change.base), None)
     if base is None or (grid.ties and part.ends):
         return None
-    changed = _changed(base, part.change)
-    peers = peers_of(worker, ownership_of(grid, changed.owners, changed.shadows))
+    changed, ownership, digest = _grid_after(base, part.change, grid)
     told_of = {rest.worker for rest in part.repair.rests}
-    if not part.digest.startswith(_digest_of(changed)) or not told_of.issuperset(peers):
+    if not part.digest.startswith(digest) or not told_of.issuperset(peers_of(worker, ownership)):
         return None
     return replace(
         changed,
@@ -128,13 +129,17 @@ def document_of(part: PlanPartMessage, known: Iterable[PlanMessage], worker: int
         leaving=part.leaving,
         repair=part.repair,
         digest=part.digest,
+        wanted=_wanted(changed, part.wanted),
     )
 
 
-_digest_of = lru_cache(maxsize=4)(_grid_digest)  # workers of one process share the grids
+@lru_cache(maxsize=4)  # workers of one process share the grids
+def _grid_after(base: PlanMessage, change: GridChange, shape: Grid) -> tuple[PlanMessage, Ownership, str]:
+    """Returns the grid after a change, with its ownership and its digest."""
+    changed = _changed(base, change)
+    return changed, ownership_of(shape, changed.owners, changed.shadows), _grid_digest(changed)
 
 
-@lru_cache(maxsize=4)
 def _changed(base: PlanMessage, change: GridChange) -> PlanMessage:
     """Returns the base with a change of its grid."""
     old = _hosts(base)
@@ -149,6 +154,10 @@ def _changed(base: PlanMessage, change: GridChange) -> PlanMessage:
         before=_with(base.owners, change.before),
         schedule=change.schedule,
     )
+
+
+def _wanted(grid: PlanMessage, wanted: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    return _with(grid.owners, wanted) if wanted else ()
 
 
 def _with(values: Sequence[V], new: Iterable[tuple[int, V]]) -> tuple[V, ...]:

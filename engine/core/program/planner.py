@@ -77,7 +77,7 @@ def make_plan(source: PlanInput, base: Baseline | None = None) -> Plan:
     ownership, step = source.ownership, source.committed + 1
     if base is not None and (repair := repair_of(source, base)) is not None:
         return plan_of(repair, base.program, ownership, step)
-    adopted, lost = _checked(source)
+    adopted, lost = adopted_and_lost(source)
     return _digested(Plan(step, {}, (), lost, "")) if lost else replanned(source, adopted)
 
 
@@ -86,11 +86,11 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
 
     Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
     """
-    (adopted, lost), done = _checked(source), _done(source)
+    (adopted, lost), done = adopted_and_lost(source), _done(source)
     return None if lost or source.ships or _hands(source, done) else _repaired(source, base, adopted, done)
 
 
-def _checked(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+def adopted_and_lost(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Returns the slots that their owners build from a replica of another pipeline, and the stages that are lost."""
     refuse_impossible(source)
     ownership = source.ownership

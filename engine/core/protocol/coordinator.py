@@ -28,7 +28,13 @@ from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
 from engine.core.monitors import in_words, is_watched, lacking
 from engine.core.program.ballot import NO_NORM, SKIP, Ballot, Commit, VoteMessage, layer_norms
-from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage, WholePlanMessage
+from engine.core.program.inventory import (
+    InventoryMessage,
+    PlannedMessage,
+    PreparedMessage,
+    PrepareMessage,
+    WholePlanMessage,
+)
 from engine.core.protocol import membership as protocol
 from engine.core.protocol.coordinator_state import CoordinatorState, after_answer, begin, ready_joiners
 from engine.core.protocol.events import (
@@ -80,6 +86,7 @@ from engine.core.protocol.orders import (
     tell_all,
     tell_waiting_too,
 )
+from engine.core.protocol.plan_orders import at_boundary
 from engine.core.protocol.rebalancing import LeaveStrategy, departs, has_heirs, until_boundary_ns, way_out
 from engine.core.protocol.state import Phase
 from engine.core.protocol.state import begin as begin_membership
@@ -252,10 +259,13 @@ def _on_prepared(state: CoordinatorState, heard: WorkerWord[Message], message: P
 
 
 def _on_whole_plan(state: CoordinatorState, heard: WorkerWord[Message], asked: WholePlanMessage) -> Decided:
-    plan = state.plan
-    if plan is None or not plan.epoch == asked.epoch == state.membership.epoch:
-        return state, ()
-    return state, (Tell((heard.worker,), plan),)
+    plan, preparation = state.plan, state.preparation
+    if plan is not None and plan.epoch == asked.epoch == state.membership.epoch:
+        return state, (Tell((heard.worker,), plan),)
+    if preparation.document is not None and preparation.document.epoch == asked.epoch > state.membership.epoch:
+        whole = PrepareMessage(preparation.number, at_boundary(state.job, preparation.document))
+        return state, (Tell((heard.worker,), whole),)
+    return state, ()
 
 
 def _on_next_group(state: CoordinatorState, heard: WorkerWord[Message], message: NextGroupFormedMessage) -> Decided:

@@ -181,4 +181,4 @@ def is_ignored(state: State, event: Event) -> bool:
     waits = isinstance(message, WaitingMessage)
     waits = waits or (worker in state.waiting and isinstance(message, HeartbeatMessage))
     is_past = isinstance(message, Answer) and message.epoch < state.epoch
-    return (worker not in state.members and not waits) or is_past
+    return (not state.has(worker) and not waits) or is_past

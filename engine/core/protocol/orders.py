@@ -68,7 +68,7 @@ from engine.core.protocol.inputs_outputs import (
     Write,
 )
 from engine.core.protocol.membership import hosts_of, is_ignored, plan_document, step
-from engine.core.protocol.plan_orders import in_parts, with_repair
+from engine.core.protocol.plan_orders import in_parts, to_prepare, with_repair
 from engine.core.protocol.residual_choice import left_ns, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
@@ -162,7 +162,7 @@ def _where(state: CoordinatorState, worker: int) -> str:
 # The preparation of an epoch that begins with a commit: slots move, or a worker leaves after a hand-over.
 #
 #     coordinator                         workers
-#     PrepareMessage(plan) ------------>  make the plan while they train
+#     PreparePartMessage(plan) -------->  make the plan while they train; newcomers get the whole
 #     <---------- PreparedMessage(digest)
 #     commit: with all answers, commit + epoch + start are one decision; else the usual messages of a recovery
 #
@@ -347,7 +347,8 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
     preparation, order = looked(state.preparation, known, state.ballot.ownership, now_ns, joins)
     if order is not None:
         state = state._replace(preparation=preparation)
-        outputs.append(tell_waiting_too(state, order) if joins else tell_all(state, order))
+        tell = tell_waiting_too(state, order) if joins else tell_all(state, order)
+        outputs += to_prepare(state.job, state.grid, order, tell.workers)
     return state, tuple(outputs)
 
 

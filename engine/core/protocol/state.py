@@ -7,6 +7,7 @@ tuple, because simulations copy it millions of times and a data class takes seve
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -320,6 +321,11 @@ class State(NamedTuple):
         """The options with the deadlines of the moment: shorter ones if every step is committed; of the network."""
         options = _with_short_deadlines(self.options) if self.is_over else self.options
         return _followed(options, self.round_trip_ns) if self.round_trip_ns else options
+
+    def has(self, worker: int) -> bool:
+        """Returns whether a worker is a member. Members are in order: a message costs no walk through all of them."""
+        place = bisect_left(self.members, worker)
+        return self.members[place : place + 1] == (worker,)
 
     def decided(self) -> tuple[object, ...]:
         """Returns all fields but the times."""

@@ -186,7 +186,7 @@ def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
     ownership, repair = ownership_of(grid, document.owners, document.shadows), document.repair
     if repair is not None and ends_tied_stages_together(repair.done, grid):  # a coordinator knows nothing of ties
         program = owners_program(document.schedule or schedule, grid, document.before)
-        change = f"{document.leaving} {document.digest or both_digests(document, repair)}"
+        change = f"{document.leaving} {document.wanted} {document.digest or both_digests(document, repair)}"
         return EpochPlan(document, ownership, plan_of(repair, program, ownership, document.committed + 1, change))
     inventories = tuple(from_json(text) for _, text in document.inventories)
     ships = tuple(Ship(*each) for each in document.ships)

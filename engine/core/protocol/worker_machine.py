@@ -12,6 +12,7 @@ ends every wait; what the worker then holds decides, not what it was about to do
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from engine.core import messages
@@ -38,6 +39,7 @@ from engine.core.program.inventory import (
     PlanPartMessage,
     PreparedMessage,
     PrepareMessage,
+    PreparePartMessage,
     WholePlanMessage,
 )
 from engine.core.program.plan_parts import document_of, first_grid, grid_of
@@ -481,9 +483,19 @@ def _goes_now(state: WorkerState) -> Stepped:
     return go_on(new, outputs)
 
 
-def prepares(state: WorkerState, order: PrepareMessage) -> Stepped:
-    """Makes the plan of a coming epoch, if this worker is a member of it."""
-    return state, (PreparePlan(order),) if state.worker in order.plan.members else ()
+def prepares(state: WorkerState, order: PrepareMessage | PreparePartMessage) -> Stepped:
+    """Makes the plan of a coming epoch, if this worker is a member of it, or asks for the whole.
+
+    The main thread may not have entered the epoch before, whose plan was prepared too.
+    """
+    if isinstance(order, PrepareMessage):
+        return state, (PreparePlan(order),) if state.worker in order.plan.members else ()
+    known = (*state.known, *(grid_of(plan.document) for plan in state.prepared))
+    document = document_of(order.part, known, state.worker, state.ownership.grid)
+    if document is None:
+        return state, (SendMessage(WholePlanMessage(order.part.epoch)),)
+    mine = replace(document, inventories=((state.worker, order.holds),))
+    return state, (PreparePlan(PrepareMessage(order.number, mine)),)
 
 
 def is_prepared(state: WorkerState, prepared: inputs.PlanPrepared) -> Stepped:
@@ -516,6 +528,7 @@ _ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible,
     inputs.NoticeReceived: (gives_notice, gives_notice),
     inputs.StagesBuilt: (joins, _JOINED),
     PrepareMessage: (_UNJOINED, prepares),
+    PreparePartMessage: (_UNJOINED, prepares),
     NextGroupMessage: (_UNJOINED, forms),
     inputs.NextGroupFormed: (_UNJOINED, is_next_formed),
     inputs.PlanPrepared: (_UNJOINED, is_prepared),
@@ -545,6 +558,7 @@ _WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
     ValidatedMessage: _PUT_OUT,
     inputs.NoticeReceived: gives_notice,
     PrepareMessage: prepares,
+    PreparePartMessage: prepares,
     inputs.PlanPrepared: is_prepared,
     NextGroupMessage: forms,
     inputs.NextGroupFormed: is_next_formed,

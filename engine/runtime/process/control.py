@@ -39,7 +39,7 @@ from engine.core.messages import (
     PingMessage,
     StopMessage,
 )
-from engine.core.program.inventory import PrepareMessage
+from engine.core.program.inventory import PrepareMessage, PreparePartMessage
 from engine.core.protocol.state import LEAST_QUIET_NS
 from engine.core.protocol.worker_inputs import Inbox, arrived, taken, without
 from engine.runtime.process.link import Link
@@ -257,7 +257,7 @@ class ControlHandler:
     def pinged(self) -> None:
         """Handles a ping after its answer, in the control thread."""
 
-    def prepare(self, order: PrepareMessage | NextGroupMessage) -> None:
+    def prepare(self, order: PrepareMessage | PreparePartMessage | NextGroupMessage) -> None:
         """Handles an order about a coming epoch, in the control thread."""
 
     def exit_announced(self, worker: int) -> None:
@@ -360,7 +360,7 @@ class Control:
             case ExitMessage():
                 self.handler.exit_announced(message.of)
                 return
-            case PrepareMessage() | NextGroupMessage():
+            case PrepareMessage() | PreparePartMessage() | NextGroupMessage():
                 self.handler.prepare(message)
                 return
             case KeyMessage():

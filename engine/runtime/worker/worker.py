@@ -53,7 +53,7 @@ from engine.core.messages import (
     WelcomeMessage,
 )
 from engine.core.ownership import Ownership
-from engine.core.program.inventory import PrepareMessage
+from engine.core.program.inventory import PrepareMessage, PreparePartMessage
 from engine.core.protocol.worker_inputs import NoticeReceived, ProtocolMessage
 from engine.core.protocol.worker_state import Output, SendMessage
 from engine.core.random_key import random_key
@@ -403,7 +403,7 @@ class WorkerRun(ControlHandler):
         if (log := self._log) is not None:
             log.copy()
 
-    def prepare(self, order: PrepareMessage | NextGroupMessage) -> None:
+    def prepare(self, order: PrepareMessage | PreparePartMessage | NextGroupMessage) -> None:
         """Lets the machine handle an order about a coming epoch."""
         if self._protocol is not None:
             self._protocol.feed_aside(ProtocolMessage(order))
