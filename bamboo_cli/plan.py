@@ -22,6 +22,7 @@ from engine.core.job.tensor_model import TensorBytes, predicted_tensors, residua
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import pairs_in
 from engine.core.program.dry_run import bubbles, dry_run, grid_lines, peak_stash
+from engine.core.program.offload import with_copy_times
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
 from engine.core.texts import numbered, size_text
@@ -45,9 +46,10 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
         _print_without_program(job, as_json, faults, costs)
         return
     program, ownership = initial_program(job)
-    run = dry_run(program, ownership)
-    longer = over_none(run, job.schedule, ownership) if job.redundancy == "eager" else 0.0
-    at_once = dry_run(program, ownership, overlapping=True).makespan if pairs_in(job.schedule) else run.makespan
+    cost = with_copy_times(job.copy_time or 0.0)
+    run = dry_run(program, ownership, cost)
+    longer = over_none(dry_run(program, ownership), job.schedule, ownership) if job.redundancy == "eager" else 0.0
+    at_once = dry_run(program, ownership, cost, overlapping=True).makespan if pairs_in(job.schedule) else run.makespan
     if as_json:
         plan = {
             "schedule": job.schedule,
@@ -72,9 +74,8 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     if job.redundancy == "eager":
         echo(f"redundant forwards lengthen the step by {longer:.1%}")
     of_block = " of a block" if job.blocks > 1 else ""
-    echo(
-        f"predicted, with backward = 2 x forward{of_block}: {run.makespan:g} units, bubble {run.bubble:.1%} of the time"
-    )
+    costs_of = f"backward = 2 x forward{of_block}{_copies_text(job)}"
+    echo(f"predicted, with {costs_of}: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
     if at_once < run.makespan:
         echo(f"with a handler that runs the actions of a pair at once: {at_once:g} units")
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
@@ -82,6 +83,10 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     _print_faults(faults, job, costs)
     if costs is not None:
         _print_tensors(tensors_of(job, program, ownership, costs))
+
+
+def _copies_text(job: Job) -> str:
+    return "" if job.copy_time is None else f" and a copy to the host = {job.copy_time:g} x forward"
 
 
 def tensors_of(job: Job, program: Program, ownership: Ownership, costs: Costs) -> list[dict[str, Any]]:

@@ -175,19 +175,23 @@ def compare(
         lambda action: costs.get(action.op, 0.0),
         job.redundancy,
         job.redundancy_level,
-        begin=(lambda name: echo(f"comparing {name}", err=True)) if job.stages * job.microbatches > _SLOW else str,
+        begin=(lambda name: echo(f"comparing {name}", err=True))
+        if job.stages * job.program_microbatches > _SLOW
+        else str,
         latency=transfer,
         overlapping=overlap,
+        slices=job.slices,
     )
     if as_json:
         echo(json.dumps(asdict(comparison)))
         return
     say(
-        f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
-        f"forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
+        f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches"
+        + f" of {job.slices} slices" * (job.slices > 1)
+        + f"; forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
         + (f"; a transfer takes {transfer:g}" if transfer else "")
     )
-    _print_comparison(comparison, job.redundancy == "eager")
+    _print_comparison(comparison, job.redundancy == "eager", job.slices)
 
 
 @schedule.command()
@@ -213,6 +217,9 @@ def search(
     from engine.files.atomic_write import write_named
 
     job = resolved.job
+    if job.slices > 1:
+        hint = "it orders whole microbatches; `bamboo schedule compare` counts slices"
+        raise UserError([Problem("--slices", "1 in a search", str(job.slices), hint)])
     if memory is not None and not 1 <= memory < math.inf:
         raise UserError([Problem("--memory", "a number >= 1: a microbatch on its way takes that much", f"{memory:g}")])
     if profile is None:
@@ -229,14 +236,14 @@ def search(
     if as_json:
         echo(json.dumps({"rows": [asdict(row) for row in result.rows], "least": result.least}))
         return
-    _print_search(job, result, " ms" if profile else "")
+    _print_search(job, result, " ms" if profile else "", costs.copy_time)
     if output is not None:
         shape = {name: getattr(job, name) for name in ("stages", "stages_per_worker", "microbatches")}
         flags = " ".join(f"--{name.replace('_', '-')} {number}" for name, number in shape.items())
         echo(f"next: bamboo run --schedule {output} {flags}")
 
 
-def _print_search(job: Job, result: SearchResult, unit: str) -> None:
+def _print_search(job: Job, result: SearchResult, unit: str, copy_time: float | None) -> None:
     from bamboo_cli.tables import print_table, say
 
     say(
@@ -246,13 +253,18 @@ def _print_search(job: Job, result: SearchResult, unit: str) -> None:
     rows = [
         (
             *(row.schedule, row.placement, f"{row.length:.4g}{unit}", f"{row.length / result.least:.3f}"),
-            *(f"{row.stash:g}", "" if row.fits else "over the limit"),
+            f"{row.stash:g}",
+            *(() if row.offloaded is None else (f"{row.offloaded:g}",)),
+            "" if row.fits else "over the limit",
         )
         for row in result.rows
     ]
-    titles = ("schedule", "placement", "length", "over least", "stash", "")
-    print_table(titles, (False, False, True, True, True, False), rows)
+    offloaded = () if copy_time is None else ("offloaded",)
+    titles = ("schedule", "placement", "length", "over least", "stash", *offloaded, "")
+    print_table(titles, tuple(title not in ("schedule", "placement", "") for title in titles), rows)
     say("stash: microbatches of all layers of a worker")
+    if copy_time is not None:
+        say(f"offloaded: what stays with --offload host --offload-time {copy_time:.2g}, as the run has measured")
 
 
 def _measured(results: Path, run: str, stages: int) -> Profile:
@@ -263,7 +275,7 @@ def _measured(results: Path, run: str, stages: int) -> Profile:
     tables = load_run(find(results, run), every_action=True)
     if tables.job.stages != stages:
         raise UserError([Problem("--profile", f"a run with {stages} stages", f"{tables.job.stages} in {run}")])
-    return profile_of(tables.actions, stages)
+    return profile_of(tables.actions, stages, tables.facts.copy_time)
 
 
 def _check_costs(forward: float, backward: float, weights: float, transfer: float) -> None:
@@ -281,7 +293,7 @@ def _check_costs(forward: float, backward: float, weights: float, transfer: floa
         raise UserError(problems)
 
 
-def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
+def _print_comparison(comparison: ScheduleComparison, is_eager: bool, slices: int) -> None:
     from bamboo_cli.tables import print_table, say
 
     titles = ["schedule", "V", "placement", "length", "over ideal", "bubble", "stash", "sends", "over none"]
@@ -297,7 +309,8 @@ def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
     print_table(titles[:shown], numeric[:shown], [row[:shown] for row in rows])
     skipped = [(name, f"not compared: {reason}") for name, reason in comparison.skipped.items()]
     print_table(("schedule", "reason"), (False, False), skipped, has_head=False)
-    say("stash: residuals of stages, each a part 1/V of a worker's layers")
+    of_slice = f" and 1/{slices} of a microbatch" * (slices > 1)
+    say(f"stash: residuals of stages, each a part 1/V of a worker's layers{of_slice}")
     if is_eager:
         say("over none: time that redundant forwards add to a step; they count in bubble and stash")
 

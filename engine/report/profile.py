@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def profile_of(actions: pd.DataFrame, stages: int) -> Profile:
+def profile_of(actions: pd.DataFrame, stages: int, copy_time: float | None = None) -> Profile:
     """Returns the medians of the actions of a run, in milliseconds; the first step is left out if there are others.
 
     A backward that the run did not split counts as two equal parts. A transfer lasts from the end of a SEND to the end
-    of its RECV, where that was waited for; to a neighbour on the same worker it takes no time. Raises UserError if some
-    stage has no forward or no backward.
+    of its RECV, where that was waited for; to a neighbour on the same worker it takes no time. `copy_time` is what the
+    run measured of copies to the host, in forwards. Raises UserError if some stage has no forward or no backward.
     """
     steady = actions[~(actions["redundant"] | actions["replayed"])]
     if steady["step"].nunique() > 1:
@@ -35,7 +35,7 @@ def profile_of(actions: pd.DataFrame, stages: int) -> Profile:
         parts.append((forward, for_input, for_weights))
     forwards, for_inputs, for_weights = zip(*parts, strict=True)
     transfers = tuple(_transfer(steady, stage) for stage in range(stages - 1))
-    return Profile(forwards, for_inputs, for_weights, transfers)
+    return Profile(forwards, for_inputs, for_weights, transfers, copy_time)
 
 
 def _transfer(actions: pd.DataFrame, stage: int) -> float:

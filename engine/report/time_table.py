@@ -31,6 +31,7 @@ from engine.core.action import (
     OP_TABLE,
     RECEIVE_OPS,
     SEND_OPS,
+    STASH_OPS,
     Action,
     LegendEntry,
     Op,
@@ -38,12 +39,19 @@ from engine.core.action import (
     Work,
 )
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord, FinishedRecord, PartitionRecord, PureCheckRecord
+from engine.core.history.run_records import (
+    EpochRecord,
+    FinishedRecord,
+    HostLinkRecord,
+    PartitionRecord,
+    PureCheckRecord,
+)
 from engine.core.history.step_files import CHORES, Chore
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
+from engine.core.program.offload import with_copy_times
 
 SLOW = 1.5  # times the median
 WAITS = ("straggler", "bubble", "upstream", "downstream", "peers")
@@ -106,12 +114,13 @@ class StageFacts:
     """What is known of the stages of a run; a stage that is not known has no entry.
 
     `outputs` has the bytes of a microbatch's output, `flops` those of its forward and its backward; `gpus` the name of
-    the GPU of each worker.
+    the GPU of each worker. `copy_time` is the longest that a worker measured of its copies to the host, in forwards.
     """
 
     outputs: Mapping[int, int] = field(default_factory=dict)
     flops: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     gpus: Mapping[int, str] = field(default_factory=dict)
+    copy_time: float | None = None
 
     def peak(self, worker: int, job: Job) -> float:
         """Returns the FLOP/s that the GPU of a worker can do at most, for matrix products; NaN if not known."""
@@ -129,7 +138,8 @@ def stage_facts(history: RunHistory) -> StageFacts:
         if len(known) == end - first:
             flops[stage] = sum(forward for forward, _ in known), sum(backward for _, backward in known)
     outputs = {stage: output for done in history.of(FinishedRecord) for stage, *_, output in done.sizes}
-    return StageFacts(outputs, flops, {each.worker: each.gpu for each in checked})
+    copy_time = max((each.copy_time for each in history.of(HostLinkRecord)), default=None)
+    return StageFacts(outputs, flops, {each.worker: each.gpu for each in checked}, copy_time)
 
 
 class TimeTables:
@@ -219,7 +229,7 @@ class TimeTables:
         waits.loc[waits["op"] == Op.STEP.value, ["pipeline", "stage"]] = -1
         slow_ns = np.minimum(_slow_ns(line, waits), waits["ns"])
         waits["ns"] -= slow_ns
-        waits = _with_bubbles(waits, line, self._job, self._epochs)
+        waits = _with_bubbles(waits, line, self._job, self._epochs, self._facts.copy_time)
         parts = [
             line[_OF_ROWS].assign(kind=line["kind_of_time"], ns=line["length_ns"]),
             line[_OF_ROWS].assign(kind="control", ns=line["gap_ns"], pipeline=-1, stage=-1),
@@ -328,7 +338,9 @@ def _slow_ns(line: pd.DataFrame, waits: pd.DataFrame) -> pd.Series:
     return slow_ns
 
 
-def _with_bubbles(waits: pd.DataFrame, line: pd.DataFrame, job: Job, epochs: Sequence[EpochRecord]) -> pd.DataFrame:
+def _with_bubbles(
+    waits: pd.DataFrame, line: pd.DataFrame, job: Job, epochs: Sequence[EpochRecord], copy_time: float | None
+) -> pd.DataFrame:
     """Returns the waits with `bubble_ns`: the same share of all waits of a worker in a step that have one cause."""
     one_epoch = line[line["epoch"] >= 0].groupby("step")["epoch"].nunique() == 1
     # The gap before an action that waits is over before the wait is: it shortens the wait, and nothing else.
@@ -339,7 +351,7 @@ def _with_bubbles(waits: pd.DataFrame, line: pd.DataFrame, job: Job, epochs: Seq
     there = set(line["epoch"])
     whole = job.pipelines * job.slots
     known = [record for record in epochs if record.epoch in there and len(record.owners) == whole]
-    dry_ns = dry_waits(job, known, dict(costs))
+    dry_ns = dry_waits(job, known, dict(costs), copy_time)
     of_epoch = zip(waits["epoch"], waits["worker"], waits["cause"], strict=True)
     expected_ns = np.array([dry_ns.get(at, 0.0) for at in of_epoch])
     of_step = [waits["worker"], waits["step"], waits["cause"]]
@@ -350,11 +362,14 @@ def _with_bubbles(waits: pd.DataFrame, line: pd.DataFrame, job: Job, epochs: Seq
 
 
 def dry_waits(
-    job: Job, epochs: Iterable[EpochRecord], costs: Mapping[tuple[int, int, str], float]
+    job: Job,
+    epochs: Iterable[EpochRecord],
+    costs: Mapping[tuple[int, int, str], float],
+    copy_time: float | None = None,
 ) -> dict[tuple[int, int, str], float]:
     """Returns how long each worker waits in the dry run of a step, by (epoch, worker, cause), in the unit of costs.
 
-    `costs` are by pipeline, stage and op; other actions cost nothing.
+    `costs` are by pipeline, stage and op; other actions cost nothing. A copy to the host takes `copy_time` forwards.
     """
 
     def cost(action: Action) -> float:
@@ -369,8 +384,10 @@ def dry_waits(
             program = build_program(of[1], ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time)
             idle = known[of] = defaultdict(float)
             free = dict.fromkeys(program, 0.0)
-            for start, end, worker, action in dry_run(program, ownership, cost).spans:  # of a worker in its order
-                idle[worker, _CAUSE.get(action.op, _PEERS)] += start - free[worker]
-                free[worker] = end
+            priced = with_copy_times(copy_time or 0.0, cost)
+            for start, end, worker, action in dry_run(program, ownership, priced).spans:  # of a worker in its order
+                if action.op not in STASH_OPS:  # the worker goes on meanwhile
+                    idle[worker, _CAUSE.get(action.op, _PEERS)] += start - free[worker]
+                    free[worker] = end
         waits |= {(epoch.epoch, *each): idle for each, idle in known[of].items()}
     return waits

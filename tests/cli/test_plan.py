@@ -14,6 +14,8 @@ from engine.core.errors import UserError
 from engine.core.faults.expansion import describe
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
+from engine.core.program.dry_run import dry_run
+from engine.core.program.offload import with_copy_times
 from engine.harness import job_checks
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
@@ -47,6 +49,16 @@ SHADOWS = "shadows: stage 0 on worker 2, stage 1 on worker 0, stage 2 on worker 
 def test_who_would_take_over(job: Job, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(job, as_json=False)
     assert line in capsys.readouterr().out.splitlines()
+
+
+def test_the_dry_run_counts_copies_to_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(stages=4, microbatches=16, schedule="gpipe", redundancy="none", offload="host", offload_time=0.1)
+    print_plan(job, as_json=True)
+    plan, (program, ownership) = json.loads(capsys.readouterr().out), initial_program(job)
+    assert plan["makespan"] == dry_run(program, ownership, with_copy_times(0.1)).makespan
+    assert plan["makespan"] > dry_run(program, ownership).makespan
+    print_plan(job, as_json=False)
+    assert "backward = 2 x forward and a copy to the host = 0.1 x forward: " in capsys.readouterr().out
 
 
 def test_the_layers_of_a_model_are_built_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,14 @@ def test_a_broken_program_is_shown_where_it_breaks() -> None:
     assert ">0B0<" in done.stdout
 
 
+def test_slices_are_counted_in_a_comparison_and_refused_by_a_search() -> None:
+    table = said("compare", "--slices", "2").stdout
+    assert "microbatches of 2 slices; forward 1" in table and "a worker's layers and 1/2 of a microbatch" in table
+    assert re.search("dualpipe +not compared: slices: expected 1", table)
+    with pytest.raises(UserError, match=r"--slices: expected 1 in a search, found 2 \(it orders"):
+        said("search", "--slices", "2")
+
+
 def test_a_schedule_is_searched_written_and_runs() -> None:
     shape = ("--stages", "4", "--microbatches", "6")
     said_so = said("search", *shape, "--forward", "2", "--backward", "5", "--memory", "3", "--output", "mine.csv")
@@ -111,6 +119,6 @@ def test_a_schedule_is_searched_written_and_runs() -> None:
     assert "next: bamboo run --schedule mine.csv --stages 4" in said_so.stdout
     assert said("check", "--schedule", "mine.csv", *shape).exit_code == 0
     found = json.loads(said("search", *shape, "--memory", "3", "--json").stdout)
-    assert found["rows"][0].keys() == {"schedule", "placement", "length", "stash", "fits"}
+    assert found["rows"][0].keys() == {"schedule", "placement", "length", "stash", "fits", "offloaded"}
     with pytest.raises(UserError, match="--memory: expected a number >= 1"):
         said("search", "--memory", "0.5")

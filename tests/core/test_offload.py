@@ -35,6 +35,33 @@ def test_a_link_that_carries_them_halves_the_stash_of_the_first_worker_at_two_pe
         assert offloaded.peak_stash[0] <= whole.peak_stash[0] / 2
 
 
+def held_parts(line: tuple[Action, ...]) -> int:
+    """Returns the most residuals at once that no link takes away: of a forward, and until parts for the weights."""
+    pending, most, in_parts = 0, 0, {each.microbatch for each in line if each.op is Op.W}
+    for action in line:
+        pending += (action.op is Op.I and action.microbatch in in_parts) - (action.op is Op.W)
+        most = max(most, pending + (action.op is Op.F))
+    return most
+
+
+@pytest.mark.parametrize(("copy_time", "more"), [(0.1, 1), (0.5, 2)])
+@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "v-half", "v-min"])
+def test_every_worker_keeps_half_of_its_stash_or_the_least_that_it_needs(
+    schedule: str, workers: int, copy_time: float, more: int
+) -> None:
+    """The least: one residual comes back beside what stays; on a link with half the speed of a forward, one leaves."""
+    v = SCHEDULES[schedule].stages_per_worker[0]
+    ownership = fresh(Grid(workers * v, 4 * workers), v, SCHEDULES[schedule].placement)
+    program = build_program(schedule, ownership)
+    whole = dry_run(program, ownership)
+    offloaded = dry_run(build_program(schedule, ownership, copy_time=copy_time), ownership, with_copy_times(copy_time))
+    for worker, line in program.items():
+        least = held_parts(line) + more
+        assert offloaded.peak_stash[worker] <= max(whole.peak_stash[worker] // 2, least), worker
+    assert offloaded.makespan <= 1.02 * whole.makespan
+
+
 def test_a_slow_link_carries_fewer_residuals_and_a_very_slow_one_none() -> None:
     ownership = fresh(Grid(8, 32), 1)
     peaks = []

@@ -171,6 +171,18 @@ def test_what_does_not_fit_is_named_with_the_reason() -> None:
     assert odd == "microbatches: expected an even number, half in each direction, found 9"
 
 
+def test_the_table_counts_slices() -> None:
+    """Of 1F1B they are N times as many microbatches, each with a part of its costs, transfers and stash."""
+    comparison = compare(4, 8, 1, latency=0.5, slices=4)
+    rows = {row.schedule: row for row in comparison.rows}
+    whole = {row.schedule: row for row in compare(4, 8, 1, latency=0.5).rows}
+    assert rows["1f1b"].makespan < whole["1f1b"].makespan
+    assert compare(4, 8, 1, slices=4).rows[0].makespan == 3 * (32 + 3) / 4
+    assert (rows["1f1b"].peak_stash, whole["1f1b"].peak_stash) == (4 + 3, 4)
+    assert rows["1f1b"].transfers == 4 * whole["1f1b"].transfers
+    assert comparison.skipped["dualpipe"] == "slices: expected 1 with schedule dualpipe, found 4"
+
+
 def test_the_table_takes_costs() -> None:
     """A bubble of (P - 1) (F + I - W) for zb1p, of (P - 1) (F + B) for 1f1b."""
     costs = op_costs(forward=2, backward=5, weights=1)

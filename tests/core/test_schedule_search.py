@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -70,6 +71,14 @@ def test_little_memory_is_used_better_than_by_any_name() -> None:
     assert found.rows[0].schedule == "found"
     assert found.rows[0].length < 0.98 * best_named(found)
     assert searched(4, 1, 3, even_profile(4, 1, 1, 1, 0), 1).rows[0].length == 3 * 8 + 3
+
+
+def test_each_schedule_has_the_stash_that_stays_on_a_measured_link() -> None:
+    profile = even_profile(4, 1, 1, 1, 0)
+    assert {row.offloaded for row in searched(4, 1, 16, profile, steps=FEW).rows} == {None}
+    rows = {row.schedule: row for row in searched(4, 1, 16, replace(profile, copy_time=0.25), steps=FEW).rows}
+    assert (rows["gpipe"].stash, rows["gpipe"].offloaded) == (16, 3)
+    assert all(row.offloaded is not None and row.offloaded <= row.stash for row in rows.values())
 
 
 def orders(stage: int, microbatches: int) -> list[tuple[Action, ...]]:

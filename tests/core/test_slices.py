@@ -101,6 +101,17 @@ def test_every_schedule_runs_to_its_end(name: str, slices: int) -> None:
                 assert verify(build_program(name, shadowed, "eager", log_every=slices), shadowed) == ()
 
 
+@pytest.mark.parametrize("name", _SLICED)
+def test_the_worker_that_took_over_has_a_list_of_slices(name: str) -> None:
+    """The steps after a death, in the order of the schedule for the workers that are left."""
+    schedule = SCHEDULES[name]
+    for v in {schedule.stages_per_worker[0], min(2, schedule.stages_per_worker[1])}:
+        whole = fresh(Grid(4 * v, 8, slices=2), v, schedule.placement)
+        for dead, heir in ((1, 0), (1, 2), (3, 2)):
+            ownership = replace(whole, owners=tuple(heir if each == dead else each for each in whole.owners))
+            assert verify(build_program(name, ownership), ownership) == ()
+
+
 @pytest.mark.parametrize(("workers", "slices"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 def test_1f1b_stashes_slices_in_place_of_microbatches(workers: int, slices: int) -> None:
     """Worker w holds P - w + N - 1 slices, of which N are a microbatch (arXiv 2406.03488, section 3.2)."""

@@ -35,6 +35,7 @@ def test_costs_are_medians_and_a_transfer_lasts_until_it_is_there() -> None:
     found = profile_of(STEPS, 2)
     assert found.transfer[0] == pytest.approx(0.5)
     assert found == Profile((2, 3), (2.5, 1), (2.5, 2), found.transfer)
+    assert profile_of(STEPS, 2, 0.25) == Profile((2, 3), (2.5, 1), (2.5, 2), found.transfer, 0.25)
     slow = STEPS.assign(end_ns=STEPS.end_ns + 5e6, replayed=True)
     assert profile_of(pd.concat([STEPS, slow]), 2) == found
 

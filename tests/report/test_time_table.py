@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.core.action import Action, Op
+from engine.core.history.run_history import history_of
 from engine.core.history.step_files import Chore, chore_entry
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import DryRun, dry_run
 from engine.report import time_table
 from engine.report.load import RunTables
 from engine.report.load import load as load_history
-from engine.report.time_table import TIMES, StageFacts, TimeTables
-from tests.core.made_records import MadeFiles, made_history
+from engine.report.time_table import TIMES, StageFacts, TimeTables, dry_waits, stage_facts
+from tests.core.made_records import SAMPLES, MadeFiles, made_history
 from tests.report.made_up import MS, MadeUpRun, agent, did, load
 
 STEPS, BEGIN_MS = 6, 1000.0
@@ -76,6 +79,16 @@ def off_the_clock(run: RunTables) -> float:
     wall_ms = (of_workers["end_ns"].max() - of_workers["start_ns"].min()) / 1e6
     sums_ms = run.time.groupby("worker")[[f"{kind}_ms" for kind in TIMES]].sum().sum(axis="columns")
     return float((sums_ms / wall_ms - 1).abs().max())
+
+
+def test_the_dry_run_of_a_run_has_the_time_that_its_copies_to_the_host_took() -> None:
+    made = history_of(SAMPLES)
+    assert stage_facts(made).copy_time == 0.25
+    job = Job(stages=2, microbatches=8, schedule="gpipe", redundancy="none", offload="host", offload_time=0.1)
+    epoch = replace(made.epochs[0], owners=(0, 1), shadows=(), schedule="")
+    costs: dict[tuple[int, int, str], float] = {(0, stage, op): COSTS[op] for stage in (0, 1) for op in (Op.F, Op.B)}
+    waits = [sum(dry_waits(job, [epoch], costs, copy_time).values()) for copy_time in (None, 0.1, 3.0)]
+    assert waits[0] <= waits[1] < waits[2] / 2
 
 
 @pytest.mark.parametrize("case", CASES)

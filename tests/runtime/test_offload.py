@@ -62,6 +62,56 @@ def test_a_worker_keeps_half_of_the_stash_on_its_device_and_all_bits(tmp_path: P
     assert links[0].bytes % copied == 0 and links[0].busy_ns > 0 < links[0].copy_time
 
 
+def stashed_bytes(job: Job, folder: Path) -> tuple[list[list[str]], int]:
+    """Returns the trajectory, and the most bytes that a worker has on its device for backwards to come."""
+    folder.mkdir()
+    with ThreadServer() as server, with_store_double():
+        ending = run_session(job, folder / "events.jsonl", folder, server=server)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    peaks = [record.peak for record in read_history(folder / "events.jsonl").of(TensorsRecord)]
+    most = max(sum(TensorBytes(*sizes).stash for _, _, *sizes in peak) for peak in peaks)
+    return [list(row.texts()) for row in ending.view.run_state.rows], most
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("workers", "parts", "offloaded"),
+    [
+        # Of P microbatches P / 2 + 1 and P / 3 + 4 / 3, and of these half where no part for the weights keeps more.
+        (4, {"v-half": 0.77, "v-min": 0.51}, {"v-half": 0.52, "v-min": 0.77}),
+        pytest.param(24, {"v-half": 0.55, "v-min": 0.40}, {"v-half": 0.5, "v-min": 0.5}, marks=pytest.mark.soak),
+    ],
+)
+def test_schedules_for_little_memory_stash_their_part_of_the_bytes_of_1f1b(
+    workers: int, parts: dict[str, float], offloaded: dict[str, float], tmp_path: Path
+) -> None:
+    """Two halves keep two inputs where the whole keeps one, an eightieth more here; outputs of stages stay too."""
+    job = Job(
+        model="tests.runtime.small_jobs:even",
+        model_args={"depth": 2 * workers},
+        data="synthetic",
+        stages=workers,
+        microbatches=2 * workers,
+        microbatch_size=64,
+        steps=2,
+        validate_every=0,
+        redundancy="none",
+        checkpoint_every="0",
+    )
+    rows, whole = stashed_bytes(job, tmp_path / "1f1b")
+    for name, part in parts.items():
+        little = replace(job, stages=2 * workers, stages_per_worker=2, schedule=name)
+        its_rows, stash = stashed_bytes(little, tmp_path / name)
+        hosted = replace(little, offload="host", offload_time=0.1)
+        offloaded_rows, stays = stashed_bytes(hosted, tmp_path / f"{name} on the host")
+        print(
+            f"{name}: {stash / whole:.3f} of 1f1b's {whole:,} bytes, {stays / stash:.3f} of it with copies to the host"
+        )
+        assert rows == its_rows == offloaded_rows
+        assert stash <= part * whole
+        assert 0 < stays <= offloaded[name] * stash
+
+
 @pytest.mark.parametrize(
     "name", [name if name == "recomputed" else pytest.param(name, marks=pytest.mark.soak) for name in TOGETHER]
 )

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 import numpy
 import pytest
@@ -46,13 +46,14 @@ class Source:
     def __init__(self, board: ProgressBoard, seconds: float = SLOW_S, draw: Callable[[], object] = lambda: None):
         self.board, self.seconds, self.draw = board, seconds, draw
         self.calls: list[tuple[int, int, str, int]] = []
+        self.width = 1
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         place = self.board.place_of(0)
         self.calls.append((step, microbatch, threading.current_thread().name, place.loading if place else 0))
         self.draw()
         time.sleep(self.seconds)
-        value = torch.full((size, 1), 100.0 * step + microbatch)
+        value = 100.0 * step + microbatch + torch.arange(self.width) / 8 + torch.zeros(size, 1)
         return Batch((value,), (value,))
 
     def validation(self, index: int, size: int) -> Batch:
@@ -127,6 +128,26 @@ def test_as_many_are_loaded_at_once_as_the_job_says(board: ProgressBoard, load_a
     assert most == most_at_once
     loaded = sorted((step, microbatch) for step, microbatch, _, _ in source.calls[2:])
     assert loaded == [(step, microbatch) for step in range(2) for microbatch in range(3)]
+
+
+@pytest.mark.parametrize("load_ahead", [0, 1, 3])
+def test_a_microbatch_is_loaded_once_for_all_its_slices(board: ProgressBoard, load_ahead: int) -> None:
+    """In a worker with the first and the last stage, one of whose forwards is prepared in a wait."""
+    source = Source(board)
+    source.width = 4
+    data = WatchedData(source, LoaderStatus(board, 0))
+    job = Job(stages=2, steps=2, microbatch_size=1, microbatches=3, slices=2, audit=1, load_ahead=load_ahead)
+    loader = MicrobatchLoader(job, data)
+    forwards = [Action(stage, Op.F, each) for first in (0, 2, 4) for stage in (0, 1) for each in (first, first + 1)]
+    loader.enter(forwards)
+    for step in range(2):
+        loader.prepare(step, forwards[1])
+        for action in forwards:
+            (cut,) = loader.load(step, action).inputs
+            number, half = divmod(action.microbatch, 2)
+            assert cut.tolist() == [[100.0 * step + number + each / 8 for each in (2 * half, 2 * half + 1)]]
+        loader.forget_step()
+    assert sorted((step, microbatch) for step, microbatch, _, _ in source.calls) == list(product(range(2), range(3)))
 
 
 def test_an_error_of_a_load_ahead_is_raised_where_the_data_is_needed(board: ProgressBoard) -> None:

@@ -14,6 +14,7 @@ from tests.simulation.case import Violation
 from tests.simulation.compiled import (
     BACKWARD,
     CARRIED,
+    CARRY,
     FORWARD,
     HEAL,
     MAKE_LOG,
@@ -24,6 +25,7 @@ from tests.simulation.compiled import (
     REDO,
     REDUCE,
     REDUCED,
+    RESIDUAL,
     SHARD,
     TAKE_LOG,
     UNSHARD,
@@ -94,7 +96,8 @@ def _forward(worker: Executor, action: Action) -> bool:
     replica = _whole(worker, slot)
     given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
     before = replica.buffers_before(microbatch)
-    output = provenance.activation(replica.weights, before, given)
+    inputs = given, *_states(worker, slot, microbatch)
+    output = provenance.activation(replica.weights, before, *inputs)
     if code == FORWARD:
         if replica.logged is not None:
             worker.world.turns.add("forward of a logged slot counts")
@@ -106,9 +109,29 @@ def _forward(worker: Executor, action: Action) -> bool:
         if microbatch >= replica.counted:
             raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
     _keep(worker, made, output, goes_elsewhere)
-    _keep(worker, kept, provenance.residual(replica.weights, before, given))
+    _keep(worker, kept, provenance.residual(replica.weights, before, *inputs))
     worker.away.discard(kept)
     return True
+
+
+def _states(worker: Executor, slot: tuple[int, int], microbatch: int) -> tuple[int, ...]:
+    """Returns the states that a slice reads: the residual of the slice before, which stays; of the first one none."""
+    if microbatch % worker.case.slices == 0:
+        return ()
+    key = key_of(RESIDUAL, *slot, microbatch - 1)
+    if key not in worker.values:
+        raise Violation(f"worker {worker.number} has no state for slice {microbatch} of slot {slot}")
+    return (worker.values[key],)
+
+
+def _carries(worker: Executor, slot: tuple[int, int], microbatch: int) -> tuple[int, ...]:
+    """Returns the gradients of the states behind a slice, which are used once; of the last slice there are none."""
+    if microbatch % worker.case.slices == 0:
+        return ()
+    key = key_of(CARRY, *slot, microbatch - 1)
+    if key not in worker.values:
+        raise Violation(f"worker {worker.number} has no gradient of the state for backward {microbatch} of slot {slot}")
+    return (worker.values.pop(key),)
 
 
 def _backward(worker: Executor, action: Action) -> bool:
@@ -119,13 +142,16 @@ def _backward(worker: Executor, action: Action) -> bool:
     _on_device(worker, kept)
     memory = worker.values.pop(kept)
     given = 0 if source == NOTHING else _use(worker, source)
+    inputs = given, *_carries(worker, slot, microbatch)
     if code == BACKWARD:
-        replica.add_backward(microbatch, memory, given)
+        replica.add_backward(microbatch, memory, *inputs)
     elif microbatch < replica.added or replica.logged is not None:
         worker.world.turns.add("backward is redone")
     else:
-        _keep(worker, key_of(PENDING, slot[0], slot[1], microbatch), (memory, given))
-    _keep(worker, made, provenance.gradient(memory, given), goes_elsewhere)
+        _keep(worker, key_of(PENDING, slot[0], slot[1], microbatch), (memory, *inputs))
+    _keep(worker, made, provenance.gradient(memory, *inputs), goes_elsewhere)
+    if (microbatch + 1) % worker.case.slices:
+        _keep(worker, key_of(CARRY, slot[0], slot[1], microbatch), provenance.carry(memory, *inputs))
     return True
 
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.core.ownership import Redundancy
+from engine.core.ownership import Redundancy, directions_of
 
 # Points of a worker. Each in the last line is before the named action; `replayed` is before any action of a plan.
 POINTS = (
@@ -95,7 +95,8 @@ class Sleep:
 class Case:
     """One job and its faults. With `spread` 0 all delays are usual; above 0 they are drawn from the seed.
 
-    With more than one of `blocks` in a stage of the job, `stages` counts blocks.
+    With more than one of `blocks` in a stage of the job, `stages` counts blocks; with more than one of `slices` in a
+    microbatch, `microbatches` counts slices.
     """
 
     stages: int = 4
@@ -106,6 +107,7 @@ class Case:
     schedule: str = "1f1b"
     stages_per_worker: int = 1
     blocks: int = 1
+    slices: int = 1
     fsdp: int = 0
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
@@ -131,7 +133,8 @@ class Case:
     @property
     def num_workers(self) -> int:
         """The number of workers before any failure."""
-        return self.stages // self.blocks // self.stages_per_worker * self.pipelines
+        pipelines = self.pipelines // directions_of(self.schedule)
+        return self.stages // self.blocks // self.stages_per_worker * pipelines
 
     @property
     def planned_steps(self) -> int:

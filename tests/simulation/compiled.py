@@ -16,7 +16,7 @@ from engine.core.program.offload import Stash, line_with_offloads
 from engine.core.value import Kind
 from tests.simulation.case import Violation
 
-ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING, SHARD = range(10)
+ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING, SHARD, CARRY = range(11)
 KINDS = {
     Kind.ACTIVATION: ACTIVATION,
     Kind.GRADIENT: GRADIENT,
@@ -26,6 +26,7 @@ KINDS = {
     Kind.LOGGED: LOGGED,
     Kind.STREAMED: STREAMED,
     Kind.PENDING: PENDING,
+    Kind.CARRY: CARRY,
 }
 NOTHING = -1
 # Codes of actions; computations first, because they take time.
@@ -82,7 +83,7 @@ NAMES = (
 )
 VALUES = (
     *("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream"),
-    *("pending", "shard"),
+    *("pending", "shard", "carry"),
 )
 CARRIED = (TAKE_STREAM, TAKE_HAND)
 OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STREAM: Op.STREAM} | {
@@ -264,7 +265,9 @@ def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
             False,
         )
     made = key_of(ACTIVATION if code <= REDO else GRADIENT, pipeline, stage, microbatch)
-    kept = key_of(RESIDUAL, pipeline, stage, microbatch)
+    slices, number = ownership.grid.slices, microbatch % ownership.grid.slices
+    opposite = microbatch + slices - 1 - 2 * number  # the backward of the last slice comes first
+    kept = key_of(RESIDUAL, pipeline, stage, microbatch if code <= REDO else opposite)
     given = NOTHING
     following = stage + 1 if code <= REDO else stage - 1
     goes_elsewhere = 0 <= following < ownership.grid.stages and ownership.owner(pipeline, following) != ownership.owner(

@@ -50,6 +50,7 @@ def job_of(
     predicts: bool = False,
     residuals: Any = "recompute",
     stages_per_worker: int = 1,
+    slices: int = 1,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
@@ -60,7 +61,8 @@ def job_of(
         elastic=elastic,
         fsdp=fsdp,
         pipelines=pipelines,
-        microbatches=microbatches,
+        microbatches=microbatches // slices,
+        slices=slices,
         steps=steps,
         clip_norm=CLIP_NORM,
         redundancy=redundancy,

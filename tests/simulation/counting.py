@@ -42,7 +42,8 @@ class SampleCounts:
             stages=case.stages // case.blocks,
             blocks=case.blocks,
             pipelines=case.pipelines,
-            microbatches=case.microbatches,
+            microbatches=case.microbatches // case.slices,
+            slices=case.slices,
             log_every=case.log_every,
         )
         done = (

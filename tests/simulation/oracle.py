@@ -135,10 +135,16 @@ class _Need:
         if task in self.found:
             return
         self.found.add(task)
-        if microbatch > counted:
+        if microbatch > counted or not self._has(Kind.RESIDUAL, slot, microbatch - 1, microbatch):
             self._forward(slot, microbatch - 1)
         if stage > 0 and Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch) not in self.anywhere:
             self._forward((pipeline, stage - 1), microbatch)
+
+    def _has(self, kind: Kind, slot: Slot, index: int, microbatch: int) -> bool:
+        """Whether the owner holds what a slice needs of the slice before; the first one needs nothing."""
+        held = self.held.get(self.ownership.owner(*slot))
+        is_first = microbatch % self.grid.slices == 0
+        return is_first or (held is not None and Value(kind, *slot, index) in held.values)
 
     def _backward(self, op: Op, slot: Slot, microbatch: int) -> None:
         task = (op, *slot, microbatch)
@@ -147,9 +153,14 @@ class _Need:
         self.found.add(task)
         pipeline, stage = slot
         held = self.held.get(self.ownership.owner(*slot))
-        kept = held is not None and Value(Kind.RESIDUAL, pipeline, stage, microbatch) in held.values
-        if not kept and (slot, microbatch) not in self.shipped:
-            self._forward(slot, microbatch)
+        slices = self.grid.slices
+        of_forward = microbatch + slices - 1 - 2 * (microbatch % slices)
+        kept = held is not None and Value(Kind.RESIDUAL, pipeline, stage, of_forward) in held.values
+        if not kept and (slot, of_forward) not in self.shipped:
+            self._forward(slot, of_forward)
+        has_run = microbatch - 1 < self._counters(slot)[1] or self._is_pending(slot, microbatch - 1)
+        if has_run and not self._has(Kind.CARRY, slot, microbatch - 1, microbatch):
+            self._backward(Op.I, slot, microbatch - 1)
         after = Value(Kind.GRADIENT, pipeline, stage + 1, microbatch)
         there = stage + 1 == self.grid.stages or after in self.anywhere
         following = (pipeline, stage + 1)

@@ -16,7 +16,7 @@ from engine.core.ownership import Grid
 
 CLIP_NORM = 100.0
 _WEIGHTS, _OPTIMIZER, _BUFFERS, _DATA, _ACTIVATION, _RESIDUAL, _GRADIENT = range(1, 8)
-_ADDED, _COUNTED, _LOST, _SUMMED, _STEPPED, _MOVED = range(8, 14)
+_ADDED, _COUNTED, _LOST, _SUMMED, _STEPPED, _MOVED, _CARRY = range(8, 15)
 
 
 def first_weights(stage: int) -> int:
@@ -35,12 +35,12 @@ def data(step: int, pipeline: int, microbatch: int) -> int:
     return hash((_DATA, step, pipeline, microbatch))
 
 
-def activation(weights: int, buffers: int, given: int) -> int:
-    return hash((_ACTIVATION, weights, buffers, given))
+def activation(weights: int, buffers: int, *given: int) -> int:
+    return hash((_ACTIVATION, weights, buffers, *given))
 
 
-def residual(weights: int, buffers: int, given: int) -> int:
-    return hash((_RESIDUAL, weights, buffers, given))
+def residual(weights: int, buffers: int, *given: int) -> int:
+    return hash((_RESIDUAL, weights, buffers, *given))
 
 
 def counted(buffers: int, given: int) -> int:
@@ -51,12 +51,16 @@ def lost(losses: int, made: int) -> int:
     return hash((_LOST, losses, made))
 
 
-def gradient(kept: int, given: int) -> int:
-    return hash((_GRADIENT, kept, given))
+def gradient(kept: int, *given: int) -> int:
+    return hash((_GRADIENT, kept, *given))
 
 
-def added(sums: int, kept: int, given: int) -> int:
-    return hash((_ADDED, sums, kept, given))
+def carry(kept: int, *given: int) -> int:
+    return hash((_CARRY, kept, *given))
+
+
+def added(sums: int, kept: int, *given: int) -> int:
+    return hash((_ADDED, sums, kept, *given))
 
 
 def summed(parts: tuple[int, ...]) -> int:
@@ -132,17 +136,24 @@ def _pipeline(grid: Grid, state: list[State], step: int, pipeline: int) -> tuple
     sums = [0] * grid.stages
     buffers = [state[stage][2][pipeline] for stage in range(grid.stages)]
     losses = 0
-    for microbatch in range(grid.microbatches):
-        kept = []
-        given = data(step, pipeline, microbatch)
-        for stage in range(grid.stages):
-            weights, before = state[stage][0], buffers[stage]
-            kept.append(residual(weights, before, given))
-            buffers[stage] = counted(before, given)
-            given = activation(weights, before, given)
-        losses = lost(losses, given)
-        given = 0
-        for stage in reversed(range(grid.stages)):
-            sums[stage] = added(sums[stage], kept[stage], given)
-            given = gradient(kept[stage], given)
+    for first in range(0, grid.microbatches, grid.slices):
+        kept: list[list[int]] = []  # by slice and stage
+        for microbatch in range(first, first + grid.slices):
+            states: list[tuple[int, ...]] = [(each,) for each in kept[-1]] if kept else [()] * grid.stages
+            kept.append([])
+            given = data(step, pipeline, microbatch)
+            for stage in range(grid.stages):
+                weights, before, inputs = state[stage][0], buffers[stage], (given, *states[stage])
+                kept[-1].append(residual(weights, before, *inputs))
+                buffers[stage] = counted(before, given)
+                given = activation(weights, before, *inputs)
+            losses = lost(losses, given)
+        behind: list[tuple[int, ...]] = [()] * grid.stages
+        for of_slice in reversed(kept):
+            given = 0
+            for stage in reversed(range(grid.stages)):
+                inputs = given, *behind[stage]
+                sums[stage] = added(sums[stage], of_slice[stage], *inputs)
+                behind[stage] = (carry(of_slice[stage], *inputs),)
+                given = gradient(of_slice[stage], *inputs)
     return sums, buffers, losses

@@ -77,13 +77,13 @@ class Replica:
         self.forwards.append(microbatch)
         self.running = provenance.counted(self.running, given)
 
-    def add_backward(self, microbatch: int, kept: int, given: int) -> None:
+    def add_backward(self, microbatch: int, kept: int, *given: int) -> None:
         """Adds a gradient to the accumulator; raises Violation if it is not the next."""
         if microbatch != self.added:
             raise Violation(f"backward {microbatch} of slot {self.slot} after {self.added} have been added")
         self.added += 1
         self.backwards.append(microbatch)
-        self.sums = provenance.added(self.sums, kept, given)
+        self.sums = provenance.added(self.sums, kept, *given)
 
     def stream(self, microbatch: int) -> Stream:
         """Returns the accumulator after the backward of a microbatch, and the state before the next forward."""

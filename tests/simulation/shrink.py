@@ -11,7 +11,7 @@ from tests.simulation.run import run
 
 _MOST_RUNS = 2000
 _SIMPLEST: dict[str, Any] = {
-    **{"elastic": False, "again": 0, "waiting": 0, "keep_every": 0},
+    **{"elastic": False, "again": 0, "waiting": 0, "keep_every": 0, "slices": 1},
     **{"log_every": 0, "validate_every": 0, "ties": (), "schedule": "gpipe", "redundancy": "lazy"},
 }
 
@@ -45,11 +45,11 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, stages=case.stages - of_worker, ties=())
     if of_worker > 1:
         yield replace(case, stages_per_worker=1, blocks=1, schedule="gpipe")
-    for field in ("microbatches", "steps", "level"):
-        value = getattr(case, field)
+    for field, unit in (("microbatches", case.slices), ("steps", 1), ("level", 1)):
+        value = getattr(case, field) // unit
         if value > 1:
-            yield replace(case, **{field: value // 2})
-            yield replace(case, **{field: value - 1})
+            yield replace(case, **{field: value // 2 * unit})
+            yield replace(case, **{field: (value - 1) * unit})
     for field, simplest in _SIMPLEST.items():
         if getattr(case, field) != simplest:
             yield replace(case, **{field: simplest})

@@ -17,7 +17,7 @@ from engine.core import checkpoint_rules, messages
 from engine.core.checkpoint_rules import AbandonedCheckpoint, CompleteCheckpoint, Gathering, KeptMessage
 from engine.core.manifest import LayerHash
 from engine.core.message_kinds import ToAgent, ToWorker
-from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, directions_of, fresh, with_shadows
 from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.program.schedules import SCHEDULES
@@ -63,7 +63,7 @@ def first_ownership(
     grid: Grid, redundancy: Redundancy, level: int, stages_per_worker: int = 1, schedule: str = "1f1b"
 ) -> Ownership:
     """Returns the ownership of a fresh job with its shadows."""
-    whole = fresh(grid, stages_per_worker, SCHEDULES[schedule].placement)
+    whole = fresh(grid, stages_per_worker, SCHEDULES[schedule].placement, directions_of(schedule))
     return with_shadows(whole, redundancy, level, whole.owners)
 
 
@@ -97,7 +97,7 @@ class World:
         self.trace = 0
         self.turns: set[str] = set()  # the rare events that have happened
         self.next_tick = 0
-        grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties, case.blocks, case.fsdp)
+        grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties, case.blocks, case.fsdp, case.slices)
         self.retains = case.redundancy != "none" or (case.pipelines > 1 and not case.fsdp)
         how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
         self.ownership = self.placed(first_ownership(grid, *how), case)
@@ -113,6 +113,7 @@ class World:
             case.predicts,
             case.residuals,
             case.stages_per_worker,
+            case.slices,
         )
         self.grid = grid
         self.members = self.ownership.workers()

@@ -250,7 +250,7 @@ def _check_slices(job: Job) -> list[Problem]:
     """Slices have been shown to be right with some other fields only."""
     if job.slices == 1:
         return []
-    paired = [name for name, each in SCHEDULES.items() if each.overlaps or directions_of(name) > 1]
+    unsliced = unsliced_schedules()
     refused = (
         ("fsdp", "0", job.fsdp > 0, "a slice keeps keys and values that were computed with whole weights"),
         ("variable_shapes", "false", job.variable_shapes, "all microbatches are cut at the same places"),
@@ -262,13 +262,18 @@ def _check_slices(job: Job) -> list[Problem]:
         ("blocks", "1", job.blocks > 1, "states are kept for whole stages"),
         ("elastic", "false", job.elastic, "states are kept until a stage's owner dies"),
         ("standby", "0", job.standby > 0, "states are kept until a stage's owner dies"),
-        ("schedule", f"none of {', '.join(paired)}", job.schedule in paired, "slices have not been tried with it"),
+        ("schedule", f"none of {', '.join(unsliced)}", job.schedule in unsliced, "slices have not been tried with it"),
     )
     return [
         Problem(field, f"{expected} with slices", repr(getattr(job, field)), hint)
         for field, expected, is_set, hint in refused
         if is_set
     ]
+
+
+def unsliced_schedules() -> list[str]:
+    """Returns the schedules of pairs and those of two directions, with which slices have not been tried."""
+    return [name for name, each in SCHEDULES.items() if each.overlaps or directions_of(name) > 1]
 
 
 def _check_directions(job: Job) -> list[Problem]:

@@ -8,7 +8,7 @@ from functools import partial
 
 from engine.core.action import COMPUTE_OPS, SEND_OPS, Program
 from engine.core.errors import Problem
-from engine.core.job.job_rules import check_schedule
+from engine.core.job.job_rules import check_schedule, unsliced_schedules
 from engine.core.ownership import Grid, Ownership, Redundancy, directions_of, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import Cost, DryRun, dry_run, unit_costs
@@ -20,8 +20,8 @@ class ComparisonRow:
     """The dry run of one schedule. Times are in units of the costs.
 
     `over_ideal` is the length over the work of the busiest worker, `bubble` the share of idle time. `peak_stash` counts
-    residuals of stages, each 1 / V of a worker's part of the model. `over_none` is the relative increase of the
-    length by redundant forwards.
+    residuals of stages, each 1 / V of a worker's part of the model, and of a slice if there are any. `over_none` is the
+    relative increase of the length by redundant forwards.
     """
 
     schedule: str
@@ -53,13 +53,14 @@ def compare(
     begin: Callable[[str], object] = str,
     latency: float = 0.0,
     overlapping: bool = False,
+    slices: int = 1,
 ) -> ScheduleComparison:
     """Returns the comparison of all schedules on stages / V workers.
 
     `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
     at V times the cost; one of two directions has half of the microbatches in each. `begin` is called with the name of
     each schedule that fits before its dry run. A transfer takes `latency`. With `overlapping` the two actions of a pair
-    run at once, in a schedule that is made for it.
+    run at once, in a schedule that is made for it. Each of the `slices` of a microbatch has an equal part of its costs.
     """
     num_workers = stages // stages_per_worker
     rows: list[ComparisonRow] = []
@@ -67,19 +68,21 @@ def compare(
     for name, schedule in SCHEDULES.items():
         v = 1 if schedule.takes(1) and not schedule.takes(stages_per_worker) else stages_per_worker
         each_way, rest = divmod(microbatches, directions_of(name))
-        problems = check_schedule(name, num_workers * v, v, each_way, "auto")
+        problems = check_schedule(name, num_workers * v, v, each_way * slices, "auto", slices)
         if rest:
             problems.append(Problem("microbatches", "an even number, half in each direction", str(microbatches)))
+        if slices > 1 and name in unsliced_schedules():
+            problems.append(Problem("slices", f"1 with schedule {name}", str(slices)))
         if problems:
             skipped[name] = str(problems[0])
             continue
         begin(name)
-        grid = Grid(num_workers * v, each_way, directions_of(name))
+        grid = Grid(num_workers * v, each_way * slices, directions_of(name), slices=slices)
         ownership = fresh(grid, v, schedule.placement, directions_of(name))
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())
-        run = partial(dry_run, latency=latency, overlapping=overlapping and schedule.overlaps is not None)
-        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v), run))
+        run = partial(dry_run, latency=latency / slices, overlapping=overlapping and schedule.overlaps is not None)
+        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v / slices), run))
     return ScheduleComparison(tuple(rows), skipped)
 
 
@@ -114,5 +117,5 @@ def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: 
     )
 
 
-def _scaled(cost: Cost, times: int) -> Cost:
+def _scaled(cost: Cost, times: float) -> Cost:
     return lambda action: times * cost(action)

@@ -1,7 +1,8 @@
 """The pass that offloads residuals: it adds their copies to the host, behind forwards, and back, before backwards.
 
 What is used last leaves, and leaves at once: behind its forward. It comes back while the last forward before its
-backward runs, or the last backward. So of 1F1B on the first of 4 workers, two residuals are on the device at once:
+backward runs, or the last action; it stays until the part of the backward for the weights. So of 1F1B on the first of 4
+workers, two residuals are on the device at once:
 
     0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0OFFLOAD3 0B0 0RELOAD1 0F4 0OFFLOAD4 0B1 0RELOAD2 0F5 ...
 
@@ -39,10 +40,12 @@ class _Rule(NamedTuple):
     """Which residuals leave, and how soon they come back."""
 
     newest: int  # so many, made last, leave after all others: there was little time for their copies
-    ahead: int  # in forwards
+    ahead: int  # in actions with these ops
+    ops: Collection[Op] = FORWARD_OPS
 
 
 _RULES = (_Rule(0, 1), _Rule(_ALL, 1), _Rule(1, 2), _Rule(2, 3))
+_SPLIT_RULES = (_Rule(0, 1, COMPUTE_OPS), _Rule(0, 2, COMPUTE_OPS), _Rule(1, 2, COMPUTE_OPS))  # beside a W
 _LEAST = 2  # residuals: one that a forward makes, and one for the backward behind it
 
 Stash = tuple[int, int, int]  # pipeline, stage, microbatch
@@ -72,11 +75,12 @@ def line_with_offloads(
     line, num_here = tuple(actions), len(here)
     cost = with_copy_times(copy_time)
     length = _length(line, cost, num_here)
+    rules = (*_RULES, *_SPLIT_RULES) if any(action.op is Op.W for action in line) else _RULES
     best = line if not away else required(_placed(line, _ALL, here, away, _RULES[0]), "nothing has to leave")
     low, high = _LEAST, peak_stash(best, num_here)
     while low < high:
         limit = (low + high) // 2
-        placed = [_placed(line, limit, here, away, rule) for rule in _RULES]
+        placed = [_placed(line, limit, here, away, rule) for rule in rules]
         lengths = [(_length(each, cost, num_here), each) for each in placed if each is not None]
         if lengths and min(lengths)[0] <= length * (1 + _SLACK):
             high, best = limit, min(lengths)[1]
@@ -114,8 +118,8 @@ class _Placing:
         self._line, self._limit = line, limit
         self._to_make = {_stash(action) for action in line if action.op in FORWARD_OPS}  # also again, in a recovery
         self._away = set(away) - self._to_make
-        self._newest, self._ahead = rule
-        self._forwards = [*accumulate((action.op in FORWARD_OPS for action in line), initial=0)]  # before a position
+        self._newest, self._ahead, ops = rule
+        self._counts = [*accumulate((action.op in ops for action in line), initial=0)]  # before a position
         self._use: dict[Stash, int] = {}  # the position of the backward, or its part for the input
         self._made: dict[Stash, int] = dict.fromkeys(here, -1)
         self._order: list[tuple[int, Stash]] = []
@@ -148,7 +152,7 @@ class _Placing:
         for use, following in self._order[: -1 - self._ahead : -1]:
             if (
                 following not in self._here | self._away
-                or self._forwards[use] - self._forwards[position + 1] >= self._ahead
+                or self._counts[use] - self._counts[position + 1] >= self._ahead
             ):
                 break
             wanted.add(following)

@@ -66,10 +66,10 @@ def _in_teams(schedule: str, ownership: Ownership) -> OwnersCompute | None:
     team_of = {worker: team for team in teams for worker in team.workers}
     if not team_of:
         return None
-    microbatches = ownership.grid.microbatches
+    grid = ownership.grid
 
     def line(worker: int) -> ComputeList:
-        return team_of[worker].line_of(schedule, worker, microbatches)
+        return team_of[worker].line_of(schedule, worker, grid.microbatches, grid.slices)
 
     most_blocks = max(len(run) for team in teams for stages in team.stages for run in stages)
     return OwnersCompute(tuple(sorted(team_of)), line, is_scheduled=True, most_blocks=most_blocks)

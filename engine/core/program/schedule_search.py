@@ -22,7 +22,8 @@ from engine.core.action import Action, Op, make_action
 from engine.core.errors import ensure
 from engine.core.ownership import Placement, directions_of, worker_of
 from engine.core.program.dry_run import peak_stash
-from engine.core.program.schedules import SCHEDULES, ComputeLists
+from engine.core.program.offload import line_with_offloads
+from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists
 from engine.core.random_key import random_key
 
 _KIND = {Op.F: 0, Op.I: 1, Op.B: 1, Op.W: 2}
@@ -35,13 +36,15 @@ _CLOSE = 1.001  # times what is possible at best: good enough
 class Profile:
     """What actions take, in one unit of time: of a forward, of the backward's two parts (by stage), of a transfer.
 
-    `transfer` has the time from each stage to the next one, which is one item less.
+    `transfer` has the time from each stage to the next one, which is one item less. A copy of a residual to the host
+    takes `copy_time` forwards; None if that is not known.
     """
 
     forward: tuple[float, ...]
     for_input: tuple[float, ...]
     for_weights: tuple[float, ...]
     transfer: tuple[float, ...]
+    copy_time: float | None = None
 
     def cost(self, action: Action) -> float:
         """Returns what an action takes; nothing if it computes nothing."""
@@ -74,13 +77,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The step of one schedule: its length, and the most microbatches of all its layers that a worker stashes."""
+    """The step of one schedule: its length, and the most microbatches of all its layers that a worker stashes.
+
+    `offloaded` is how many stay with `--offload host` on a link with the copy time of the profile.
+    """
 
     schedule: str
     placement: Placement
     length: float
     stash: float
     fits: bool
+    offloaded: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +139,11 @@ def searched(
         ]
         made.append((search(shape, profile, start, steps), shape))
     lists, shape = min(made, key=lambda one: length_of(one[0], profile))
-    everything = [
+    everything: list[tuple[str, Placement, ComputeLists]] = [
         ("found", shape.placement, lists),
         *((name, fitting[name].placement, of) for name, of in named.items()),
     ]
-    rows = [
-        Candidate(name, placement, length_of(of, profile), most_stash(of) / stages_per_worker, most_stash(of) <= stash)
-        for name, placement, of in everything
-    ]
+    rows = [_candidate(*each, profile, stages_per_worker, stash) for each in everything]
     return SearchResult(
         tuple(sorted(rows, key=lambda row: (not row.fits, row.length, row.schedule != "found"))),
         lists,
@@ -395,6 +399,15 @@ def _may_change(lists: ComputeLists, worker: int, second: int) -> bool:
     return first.stage != other.stage or (first.microbatch != other.microbatch and _KIND[first.op] != _KIND[other.op])
 
 
-def most_stash(lists: ComputeLists) -> int:
+def _candidate(
+    name: str, placement: Placement, lists: ComputeLists, profile: Profile, stages_per_worker: int, limit: int
+) -> Candidate:
+    most, stays = most_stash(lists), None
+    if profile.copy_time is not None:
+        stays = most_stash([line_with_offloads(line, profile.copy_time) for line in lists]) / stages_per_worker
+    return Candidate(name, placement, length_of(lists, profile), most / stages_per_worker, most <= limit, stays)
+
+
+def most_stash(lists: Sequence[ComputeList]) -> int:
     """Returns the most residuals of stages that a worker stashes at once."""
     return max(map(peak_stash, lists))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from engine.core.action import make_action
 from engine.core.ownership import Grid, Ownership, directions_of, worker_of
-from engine.core.program.schedules import SCHEDULES, ComputeList, Schedule, in_runs
+from engine.core.program.schedules import SCHEDULES, ComputeList, Schedule, in_runs, in_slices
 
 
 def is_in_list_order(schedule: str, grid: Grid) -> bool:
@@ -39,9 +39,9 @@ class Team(NamedTuple):
         shape = len(self.workers), self.stages_per_worker, microbatches
         return SCHEDULES[schedule].generate(self.workers.index(worker), *shape)
 
-    def line_of(self, schedule: str, worker: int, microbatches: int) -> ComputeList:
-        """Returns the compute list of a worker by a schedule, in blocks."""
-        line = self.list_of(schedule, worker, microbatches)
+    def line_of(self, schedule: str, worker: int, microbatches: int, slices: int) -> ComputeList:
+        """Returns the compute list of a worker by a schedule, in blocks; `microbatches` counts slices."""
+        line = in_slices(self.list_of(schedule, worker, microbatches + slices - 1), slices)
         return in_pipeline(in_runs(line, lambda action: self.stages[action.pipeline][action.stage]), self.pipeline)
 
 

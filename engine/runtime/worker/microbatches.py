@@ -7,6 +7,7 @@ import hashlib
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -200,7 +201,8 @@ class WatchedData:
 # A slow source that draws from no stream of the process loads the microbatches of the next forwards ahead, in threads.
 #
 # Rules: a mark is taken from the whole microbatch as soon as it is loaded. The part that was used must have the same
-# bits after its backward, because a layer keeps its inputs until then.
+# bits after its backward, because a layer keeps its inputs until then. A microbatch is loaded once for all its slices
+# in a program: it stays until the last of them is cut.
 
 _Key = tuple[int, int, int]  # pipeline, stage, microbatch
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
@@ -216,7 +218,10 @@ class MicrobatchLoader:
         self._prepared: dict[Action, Batch] = {}
         self._ahead: dict[tuple[int, Action], Future[Batch]] = {}  # by step and forward
         self._threads: ThreadPoolExecutor | None = None
-        self._forwards: Sequence[Action] = ()  # with data, of one step
+        self._forwards: Sequence[Action] = ()  # with data, of one step; with slices the first of each microbatch
+        self._first: dict[Action, Action] = {}  # of a slice: the first forward with data of its microbatch
+        self._num_cut = Counter[Action]()  # by that forward: the forwards with data of a microbatch
+        self._whole: dict[Action, tuple[Batch, int]] = {}  # by that forward, and how many slices are still to be cut
         self._counted: tuple[int, dict[tuple[int, int], int]] = (-1, {})  # a step, and the targets that count in it
         self._marks: dict[Slot, dict[int, str]] = {}  # of the open step
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
@@ -262,11 +267,16 @@ class MicrobatchLoader:
         self.forget_prepared()
         for each in self._ahead.values():
             each.cancel()
-        self._forwards, self._ahead = forwards, {}
+        self._forwards, self._ahead, self._whole, self._first = forwards, {}, {}, {}
+        if self._job.slices > 1:
+            first: dict[tuple[int, int], Action] = {}
+            self._first = {each: first.setdefault((each.pipeline, self._number(each)), each) for each in forwards}
+            self._num_cut = Counter(self._first.values())
+            self._forwards = [*self._num_cut]
 
     def _load_ahead(self, step: int, action: Action) -> None:
         """Begins to load the microbatches of the forwards after an action, also of those in the next steps."""
-        data, count, slices = self._data, self._job.load_ahead, self._job.slices
+        data, count = self._data, self._job.load_ahead
         if not isinstance(data, WatchedData) or not data.may_load_ahead or action not in self._forwards:
             return
         if self._threads is None and count:  # a thread of its own has its own number of compute threads
@@ -275,13 +285,23 @@ class MicrobatchLoader:
         for place in range(first, first + count):
             steps_on, index = divmod(place, len(self._forwards))
             at_step, following = step + steps_on, self._forwards[index]
-            is_there = (at_step, following) in self._ahead or following in self._prepared
+            is_cut = not steps_on and following in self._whole
+            is_there = is_cut or (at_step, following) in self._ahead or following in self._prepared
             if self._threads is None or is_there or at_step >= self._job.steps:
                 continue
-            at = (at_step, following.pipeline, following.microbatch // slices, self._job.microbatch_size)
+            at = (at_step, following.pipeline, self._number(following), self._job.microbatch_size)
             self._ahead[at_step, following] = self._threads.submit(data.microbatch_ahead, *at)
 
     def _of_source(self, step: int, action: Action) -> Batch:
+        first = self._first.get(action)
+        if True:
+            return self._called(step, action)
+        batch, left = self._whole.pop(first, None) or (self._called(step, first), self._num_cut[first])
+        if left > 1:
+            self._whole[first] = batch, left - 1
+        return batch
+
+    def _called(self, step: int, action: Action) -> Batch:
         ahead, data = self._ahead.pop((step, action), None), self._data
         if ahead is not None and isinstance(data, WatchedData):
             return data.await_ahead(ahead.result)
@@ -321,7 +341,7 @@ class MicrobatchLoader:
 
     def forget_step(self) -> None:
         """Drops all of the open step."""
-        self._prepared, self._marks, self._used = {}, {}, {}
+        self._prepared, self._whole, self._marks, self._used = {}, {}, {}, {}
 
     def _loaded(self, step: int, action: Action) -> Batch:
         pipeline, stage, microbatch = action.pipeline, action.stage, self._number(action)
