@@ -145,8 +145,11 @@ def test_a_prepared_step_is_a_whole_step_of_its_owners(job: Job, moved: tuple[in
 
 
 def test_stages_in_shards_are_planned_by_each_member() -> None:
-    document = PlanMessage(2, 4, (0, 1), (), (0, 1), ((), ()), ((0, "{}"), (1, "{}")))
-    assert at_boundary(RunJob(pipelines=2, stages=1, fsdp=1), document) is document
+    ownership = fresh(Grid(1, 4, 2))
+    texts = tuple((worker, to_json(held_at_boundary(worker, 5, ownership))) for worker in (0, 1))
+    document = PlanMessage(2, 4, (0, 1), (), (0, 1), ((), ()), texts, before=(0, 1))
+    assert at_boundary(RunJob(pipelines=2, stages=1, microbatches=4), document).repair is not None
+    assert at_boundary(RunJob(pipelines=2, stages=1, microbatches=4, fsdp=1), document) is document
 
 
 def test_a_plan_that_is_no_repair_or_whose_grid_is_none_of_its_own_has_no_parts() -> None:
