@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-residuals soak-repairs soak-formulas soak-zoo clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference wheel bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-referee soak-times soak-disk soak-resume soak-spot soak-lengths soak-loggers soak-hosts soak-slow-network soak-slow-link soak-slurm soak-nccl soak-sim soak-large soak-churn soak-inside soak-residuals soak-repairs soak-schedules soak-formulas soak-zoo clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -71,6 +71,13 @@ soak-sim: $(TEST_STAMP)
 LARGE ?= 10
 soak-large: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --large $(LARGE)
+
+# Four hundred kills under the schedules for little memory, without bubbles and of two directions, with slices and with
+# residuals on the host: at each kind of action in the simulation, and in real processes; some five minutes on two cores.
+LITTLE = schedule-z* schedule-v-* schedule-dualpipe slices-* offload-*
+soak-schedules: $(TEST_STAMP)
+	.venv/bin/python -m tests.simulation --classes 360 --first $(FIRST)
+	.venv/bin/python -m tests.e2e.kill_soak --kills 40 --seed $(SEED) --among $(foreach each,$(LITTLE),'$(each)')
 
 # Workers come, leave and die while blocks move: some ten minutes on one core; FIRST=25000 tries other cases.
 FIRST ?= 0

@@ -124,14 +124,18 @@ class FakeStreams:
         self.used_elsewhere.discard(memory)
 
     def freed(self, memory: int) -> None:
-        """Gives memory free; raises StreamRaceError if another stream may use it, and was not recorded."""
+        """Gives memory free; raises StreamRaceError if a stream may use it that was not recorded.
+
+        What a recorded stream, or its own, waits for is over when the memory has another use.
+        """
         home, recorded = self._home.get(memory), self._recorded.get(memory, set())
         uses = {**self._read.get(memory, {}), **dict([self._written[memory]] if memory in self._written else [])}
         self.forget(memory)
         if home is None:
             return
         ordered = self.behind[home] | {}
-        _join(ordered, self.host)
+        for clock in (self.host, *(self.behind[stream] for stream in recorded)):
+            _join(ordered, clock)
         for stream, number in uses.items():
             if stream not in (home, *recorded):
                 self._ordered(ordered, (stream, number), "memory is free again which", "uses")

@@ -115,7 +115,8 @@ class Forecast:
             for worker in grown.shadows_of(*slot)
             if worker not in self.ownership.shadows_of(*slot)
         )
-        return build_program(self.job.schedule, grown, self.job.redundancy, new, self.job.log_every)
+        job = self.job
+        return build_program(job.schedule, grown, job.redundancy, new, job.log_every, copy_time=job.copy_time)
 
     def _state(self) -> State:
         grid = self.ownership.grid

@@ -1,7 +1,8 @@
 """``python -m tests.e2e.kill_soak``: real kills without end, each run against its fault-free twin.
 
 Each run is drawn from a seed, with the settings in turn. ``--kills N`` stops after N kills. The first failed run is
-printed with the command that repeats it, ``--seed S --only SETTING``, and its folder is kept.
+printed with the command that repeats it, ``--seed S --only SETTING``, and its folder is kept. ``--among PATTERN`` takes
+the settings whose names match, in turn.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -34,9 +36,18 @@ from tests.e2e.test_schedule_kills import job_of as scheduled_job
 _BETWEEN_LINES_S = 10.0
 _LATEST_NS = 20_000_000  # the latest second death after the first, or after a phase of its recovery
 _BLOCKS = ("mlp-eager", "mlp-lazy-2", "gpt-lazy", "resnet18-eager", "gpt-lazy-x2", "mlp-reroute-x2", "kinds-none-x2")
-# The settings of the tests, one under every schedule, and some with two blocks in each stage.
+_GPT = {"model": "gpt", "model_args": {"width": 16, "heads": 2, "depth": 8}}
+# The settings of the tests, one under every schedule, and some with two blocks in each stage, slices, or offload.
 _JOBS: dict[str, Job] = {name: job_of(name) for name in SETTINGS}
 _JOBS |= {f"schedule-{name}": replace(scheduled_job(name, number), steps=18) for number, name in enumerate(SCHEDULES)}
+_JOBS |= {
+    f"slices-{name}": replace(scheduled_job(name, number, _GPT), steps=18, slices=2, microbatches=4)
+    for number, name in enumerate(("1f1b", "zb1p", "v-half"))
+}
+_JOBS |= {
+    f"offload-{name}": replace(scheduled_job(name, number), steps=18, offload="host", offload_time=0.1)
+    for number, name in enumerate(("gpipe", "zb1p", "v-half"))
+}
 _JOBS |= {f"blocks-{name}": replace(_JOBS[name], stages=3, blocks=2) for name in _BLOCKS}
 
 
@@ -45,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.kill_soak")
     parser.add_argument("--kills", type=int, default=1000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first run's; each one has its own")
+    parser.add_argument("--among", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--only", choices=_JOBS, help="one run of one setting")
     parser.add_argument("--buffers", type=int, metavar="BYTES", help="of the sockets of links, which get no rings then")
     given = parser.parse_args()
@@ -52,7 +64,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kill-soak-"))
     with ForkServer() as server, _small_buffers(given.buffers) if given.buffers else nullcontext():
         runs = Runs(folder, server)
-        failed = _one(runs, given.only, given.seed) if given.only else _many(runs, given.seed, given.kills)
+        failed = _one(runs, given.only, given.seed) if given.only else _many(runs, given.seed, given.kills, given.among)
     if failed:
         print(f"its events and logs are in {folder}", flush=True)
     else:
@@ -77,12 +89,12 @@ def _small_buffers(size: int) -> Iterator[None]:
         yield
 
 
-def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
+def _many(runs: Runs, first_seed: int, wanted: int, among: Sequence[str]) -> bool:
     """Makes runs until there were enough kills and prints progress; returns whether one failed."""
     begun = told = monotonic()
-    kills = 0
+    kills, settings = 0, [name for name in _JOBS if any(fnmatch(name, pattern) for pattern in among)]
     for seed in count(first_seed):
-        setting = list(_JOBS)[seed % len(_JOBS)]
+        setting = settings[seed % len(settings)]
         planned, second = plan_of(setting, seed)
         kills += len(planned) + (second is not None)
         if _one(runs, setting, seed):

@@ -74,6 +74,7 @@ def same_bits(gpu: FakeGpu, fields: dict[str, Any]) -> None:
     [
         pytest.param({**GPT, "log_every": 1, "retain": "cpu"}, id="gpt", marks=pytest.mark.soak),
         pytest.param(NORMED, id="normed"),
+        pytest.param({**NORMED, "microbatches": 5, "schedule": "gpipe", "offload": "host"}, id="offloaded"),
     ],
 )
 def test_a_job_with_a_death_and_a_heal_has_the_bits_of_the_host(gpu: FakeGpu, fields: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
 pair of kills of some, then random ones; ``--random N`` random ones only, ``--churn N`` those of churn, and
 ``--hosts N`` those of several hosts that are lost, ``--sleeps N`` those of coordinators that stop, from ``--first`` on.
+``--classes N`` tries N kills, before or behind each kind of action of the newer schedules in turn.
 ``--large N`` tries N cases at each of 64, 256 and 1,024 workers, and counts messages.
 ``--inside N`` tries schedules until N had a hand-over inside a step. The first case that fails is shrunk and printed as
 the command that replays it.
@@ -22,6 +23,7 @@ from time import monotonic
 
 from tests.simulation.case import Case, from_text
 from tests.simulation.churn import churn_case
+from tests.simulation.classes import class_kills
 from tests.simulation.host_losses import host_case
 from tests.simulation.judge import INSIDE
 from tests.simulation.large import SIZES, figures, outcome, usage
@@ -54,6 +56,7 @@ def main() -> int:
     what.add_argument("--hosts", type=int, metavar="N")
     what.add_argument("--sleeps", type=int, metavar="N")
     what.add_argument("--large", type=int, metavar="N")
+    what.add_argument("--classes", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
     if given.replay is not None:
@@ -63,8 +66,8 @@ def main() -> int:
             flush=True,
         )
         return bool(history.problem)
-    if given.large is not None:
-        return large(given.large)
+    if given.large is not None or given.classes is not None:
+        return classes(given.first, given.classes) if given.large is None else large(given.large)
     if given.inside is not None:
         return soak(map(inside_case, count(given.first)), enough=given.inside)
     if given.hosts is not None:
@@ -88,6 +91,14 @@ def large(cases: int) -> int:
                 broken |= "large_case" in line
                 print(line, flush=True)
     return int(broken)
+
+
+def classes(first: int, kills: int) -> int:
+    """Tries kills by class of action; returns 1 at the first failure, else 0."""
+    drawn = list(islice(class_kills(first), kills))
+    for kind, number in Counter(kind for kind, _ in drawn).most_common():
+        print(f"{number:>10,}  kills at {kind}")
+    return soak(case for _, case in drawn)
 
 
 def enumerated() -> Iterator[Case]:

@@ -14,10 +14,9 @@ from engine.core.program.offload import line_with_offloads
 from engine.core.protocol.state import Phase
 from tests.simulation import compiled, plans
 from tests.simulation.case import Case, Fault
-from tests.simulation.compiled import OFFLOAD, RELOAD
+from tests.simulation.classes import moments_of
 from tests.simulation.planting import all_well, caught
 from tests.simulation.schedules import changing_case, inside_case, parting_case, random_case
-from tests.simulation.world import World
 
 pytestmark = pytest.mark.usefixtures("fresh_answers")
 
@@ -34,25 +33,11 @@ CASES = (
 HISTORIES = 48
 
 
-class Watch(World):
-    """A world that notes the moments before and behind each copy, by worker."""
-
-    def __init__(self, case: Case):
-        super().__init__(case, print)
-        self.copies: list[tuple[int, int]] = []
-
-    def show(self, *words: int) -> None:
-        """Notes a copy that is done."""
-        if len(words) == 3 and words[1] in (OFFLOAD, RELOAD):
-            worker, moment = words[0], self.workers[words[0]].moments
-            self.copies += [(worker, moment), (worker, moment + 1)]
-
-
 def kills(case: Case, stride: int = 1) -> Iterator[Case]:
     """Yields one death more, of the worker before or behind a copy: at every `stride`-th of them."""
-    watch = Watch(case)
-    watch.run()
-    for worker, moment in watch.copies[::stride]:
+    moments = moments_of(case)
+    copies = sorted(moments["OFFLOAD"] + moments["RELOAD"], key=lambda at: at[1])
+    for worker, moment in copies[::stride]:
         yield replace(case, faults=(*case.faults, Fault(worker, "moment", moment)))
 
 

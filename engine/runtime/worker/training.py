@@ -303,6 +303,11 @@ class Training:
         """Carries out an output that does not concern the main thread, in any thread."""
         self._methods[type(output)](output)
 
+    def end_copies(self) -> None:
+        """Orders the copies of residuals before later work: of a thread that has ended, others use the memory."""
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed has ended them
+            self._executor.offloads.clear()
+
     def _heard(self) -> inputs.Input:
         heard = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
         return heard if isinstance(heard, inputs.Input) else inputs.ProtocolMessage(heard)

@@ -440,7 +440,9 @@ class WorkerRun(ControlHandler):
         return None if self._recorder is None else self._recorder.stage, control.accepted, control.at[0]
 
     def close(self) -> None:
-        """Closes the files of records, as the end of a process does."""
+        """Closes the files of records and ends the copies of residuals, as the end of a process does."""
+        if self._training is not None:
+            self._training.end_copies()
         if self._recorder is not None:
             self._recorder.close()
 
