@@ -137,7 +137,7 @@ class FrameReader:
                     break
                 self._frame = frame = unpacked(buffer, at)
                 at += HEADER_BYTES
-                self._left = frame.inline
+                self._left = frame.length if frame.offset == INLINE else 0  # `inline`, without its call
                 self._into = self._sink(frame)
             into, left = self._into, self._left
             size = min(left, have - at)

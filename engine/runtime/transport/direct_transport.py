@@ -229,7 +229,9 @@ class EndChannel(Generic[AnyKey]):
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
         end = self._of
         arriving = None if source in end.cuts.back else end.arrived.pop((source, key), None)
-        return arriving if arriving is None else end.device.copies.admitted(arriving)
+        if arriving is None or end.device.is_host:
+            return arriving  # type: ignore[return-value]  # no copies on a GPU
+        return end.device.copies.admitted(arriving)
 
     def take(self, source: int, key: AnyKey) -> Tensors:
         """Waits for a posted message and returns its tensors; raises Stopped, or TransferFailedError if it broke."""
@@ -396,7 +398,9 @@ class _DirectChannel(EndChannel[AnyKey]):
         if end.carries_sizes and tensors and key.purpose in _BETWEEN_STAGES:
             sizes = [size for tensor in tensors for size in tensor.shape]
             tensors = (torch.tensor(sizes, dtype=torch.int64, device="cpu"), *tensors)
-        parts = [memory_of(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
+        parts = []
+        for tensor in tensors:  # a comprehension would be one more call
+            parts.append(memory_of(tensor if tensor.is_contiguous() else tensor.detach().contiguous()))
         end.links.send(target, end.number, self._number(key), parts)
 
 

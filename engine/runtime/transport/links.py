@@ -172,7 +172,8 @@ class Links:
     def _watch(self, link: PeerLink) -> None:
         if link.ends is not None:
             fd = link.ends.wire.fileno()
-            self._wakeups.watch(fd, partial(self._handle, link), writable=link.awaits_room)
+            handle = self._handle if link.awaits_room else self._read
+            self._wakeups.watch(fd, partial(handle, link), writable=link.awaits_room)
 
     def _handle(self, link: PeerLink, mask: int) -> None:
         if mask & select.EPOLLOUT:
@@ -238,7 +239,7 @@ class Links:
             self._push(link)
         self._read(link)  # TLS may have buffered bytes already, which its descriptor does not show
 
-    def _read(self, link: PeerLink) -> None:
+    def _read(self, link: PeerLink, mask: int = 0) -> None:
         try:
             if link.read():
                 return
