@@ -45,7 +45,7 @@ _BENCHMARKS = {
     ),
     "links": (
         "hops.link_cases",
-        "Hop time between two workers of a host, idle and beside a busy loop, against Gloo and batch_isend_irecv.",
+        "Hop time between two workers of a host, idle and beside a busy loop, against Gloo, torch and a bare socket.",
     ),
     "audit": ("runs.audit_cases", "Step time with --audit 1, against --audit 0."),
     "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),

@@ -123,9 +123,9 @@ def row(case: str, metric: str, ours: float, peer: float, n: int, goal: float | 
     return BenchRow(case, metric, ours, peer, ours / peer, goal, None if goal is None else ours <= goal, n)
 
 
-def ratio_row(case: str, metric: str, ours: float, peer: float, n: int, goal: float) -> BenchRow:
+def ratio_row(case: str, metric: str, ours: float, peer: float, n: int, goal: float | None) -> BenchRow:
     """Returns one row; `goal` is the limit of the ratio of the figures."""
-    return BenchRow(case, metric, ours, peer, ours / peer, goal, ours / peer <= goal, n)
+    return BenchRow(case, metric, ours, peer, ours / peer, goal, None if goal is None else ours / peer <= goal, n)
 
 
 def limit_row(case: str, metric: str, figures: Sequence[float], part: float, limit: float) -> BenchRow:
@@ -351,7 +351,7 @@ def clock_widths_ms(hosts: Hosts, ahead_ns: Mapping[str, int]) -> tuple[list[flo
 
 
 # The control messages that only benchmarks have.
-LINKS, GLOO, TORCH = "links", "Gloo", "torch's batch_isend_irecv"  # ways of the links benchmark
+LINKS, GLOO, TORCH, SOCKET = "links", "Gloo", "torch's batch_isend_irecv", "a bare socket"  # of the links benchmark
 
 
 @message

@@ -1,4 +1,4 @@
-"""A worker of the links benchmark: worker 0 sends, worker 1 receives, over links, Gloo and torch's own calls in turn.
+"""A worker of the links benchmark: worker 0 sends, worker 1 receives, by links, Gloo, torch's calls, a bare socket.
 
 A message begins with the time of its sending, on the clock that both processes have.
 """
@@ -6,6 +6,8 @@ A message begins with the time of its sending, on the clock that both processes 
 from __future__ import annotations
 
 import os
+import select
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, distributed
 
-from engine.bench.figures import GLOO, LINKS, TORCH, Hops, HopTimes, in_turns
+from engine.bench.figures import GLOO, LINKS, SOCKET, TORCH, Hops, HopTimes, in_turns
 from engine.bench.torch_side import AgentStore, join_default_group
 from engine.core.messages import ByeMessage
 from engine.runtime.device.device import HOST
@@ -37,37 +39,36 @@ class _Hop:
     worker: int
     size: int
     plane: DirectTransport
+    end: socket.socket  # a bare one
     times_ns: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tensor = torch.zeros(self.size // 8, dtype=torch.int64)
-        self._times = memory_of(self.tensor).cast("q")
-        self._number = 0
+        self.memory = memory_of(self.tensor)
+        self._times = self.memory.cast("q")
+        self._key, self._answer = (  # as those of a program, which are known before it runs
+            ProgramKey(ProgramPurpose.ACTIVATION, 0, stage, 0, self.size + stage) for stage in range(2)
+        )
 
     def run(self) -> None:
         """Sends a message and waits for an answer over links, or receives one, keeps its time and answers."""
-        answer = self._key(1)
         if self.worker == 0:
             time.sleep(_PAUSE_S)
             self._times[0] = now_ns()
             self.send()
-            self.plane.in_order.post(1, answer, (TensorSpec((1,), torch.float32, False),))
-            self.plane.in_order.take(1, answer)
+            self.plane.in_order.post(1, self._answer, (TensorSpec((1,), torch.float32, False),))
+            self.plane.in_order.take(1, self._answer)
             return
         received = self.receive()
         self.times_ns.append(now_ns() - int(received[0]))
-        self.plane.in_order.send(0, answer, (torch.zeros(1),))
-
-    def _key(self, stage: int) -> ProgramKey:
-        return ProgramKey(ProgramPurpose.ACTIVATION, 0, stage, 0, self.size + stage)
+        self.plane.in_order.send(0, self._answer, (torch.zeros(1),))
 
     def send(self) -> None:
-        self.plane.in_order.send(1, self._key(0), (self.tensor,))
+        self.plane.in_order.send(1, self._key, (self.tensor,))
 
     def receive(self) -> Tensor:
-        key = self._key(0)
-        self.plane.in_order.post(0, key, (TensorSpec(tuple(self.tensor.shape), torch.int64, False),))
-        return self.plane.in_order.take(0, key)[0]
+        self.plane.in_order.post(0, self._key, (TensorSpec(tuple(self.tensor.shape), torch.int64, False),))
+        return self.plane.in_order.take(0, self._key)[0]
 
 
 class _OverGloo(_Hop):
@@ -92,6 +93,25 @@ class _OverTorch(_Hop):
         return self.tensor
 
 
+class _OverSocket(_Hop):
+    """The least that a hop takes: a reader that only waits, and reads into the tensor."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._poll = select.epoll()
+        self._poll.register(self.end, select.EPOLLIN)
+
+    def send(self) -> None:
+        self.end.sendall(self.memory)
+
+    def receive(self) -> Tensor:
+        have = 0
+        while have < self.size:
+            self._poll.poll()
+            have += self.end.recv_into(self.memory[have:])
+        return self.tensor
+
+
 def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     """Runs one of the two workers; returns its exit code."""
     sleep_exactly()
@@ -99,10 +119,12 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     control = Control(Link.from_fd(control_fd))
     order = control.take(Hops)
     join_default_group(AgentStore(control, 0, "torch"), order.worker, 2, HOST)
+    _, (end,) = control.given_links.get()  # before links adopt it
+    bare = socket.socket(fileno=end)
     plane = DirectBackend(LinkCuts(control), Links(control)).joining(0, (0, 1)).join()
     for size in order.sizes:
-        ways = {LINKS: _Hop, GLOO: _OverGloo, TORCH: _OverTorch}
-        hops = {name: way(order.worker, size, plane) for name, way in ways.items()}
+        ways = {LINKS: _Hop, GLOO: _OverGloo, TORCH: _OverTorch, SOCKET: _OverSocket}
+        hops = {name: way(order.worker, size, plane, bare) for name, way in ways.items()}
         in_turns({name: hop.run for name, hop in hops.items()}, _WARM_UP + order.hops)
         if order.worker == 1:
             for name, hop in hops.items():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from engine.core.errors import InvariantError, required
+from engine.core.errors import InvariantError
 
 # The frame of a link: a header of fixed size, then the bytes of one piece of a message, or their place in a ring.
 #
@@ -29,6 +29,7 @@ HEADER_BYTES = _FORM.size
 INLINE = (1 << 64) - 1
 MOST_BYTES = 1 << 40  # of a message: a length beyond is an accident or an attack
 ALIGNMENT = 64  # of each tensor in a message: the receiver views its bytes in place
+_new = tuple.__new__  # without the call of a function in Python
 
 # The last two bits of a key: a message in program order, aside, or aside with state for another worker, which training
 # does not wait for.
@@ -65,9 +66,14 @@ class Frame(NamedTuple):
         return self.length if self.offset == INLINE else 0
 
 
+def header_of_whole(epoch: int, key: int, size: int) -> bytes:
+    """Returns the header of a message that is one piece behind it."""
+    return _FORM.pack(epoch, key, size, 0, size, INLINE)
+
+
 def unpacked(buffer: bytes | bytearray | memoryview, at: int = 0) -> Frame:
     """Returns the frame of the header at a place of a buffer; raises InvariantError for one that no sender makes."""
-    frame = Frame(*_FORM.unpack_from(buffer, at))
+    frame: Frame = _new(Frame, _FORM.unpack_from(buffer, at))
     _, _, total, start, length, _ = frame
     if total > MOST_BYTES or start + length > total or (length == 0 and total > 0):
         raise InvariantError(f"a link has a frame that no sender makes: {frame}")
@@ -82,7 +88,7 @@ def aligned(size: int) -> int:
 # The reader of a link: bytes in, frames out; a read may end anywhere, also inside a header.
 #
 #     room()        where the next bytes go: into the reader's own buffer, or straight into the memory of a message
-#     filled(n)     n bytes have come there; yields each frame that is whole now, before the next one begins
+#     filled(n)     n bytes have come there; each frame that is whole now ends before the next one begins
 #
 # Large bodies go straight to their destination. Small ones come with the headers around them in one read, and are
 # copied.
@@ -94,10 +100,12 @@ Sink = Callable[[Frame], memoryview | None]  # the memory of the piece that a fr
 
 
 class FrameReader:
-    """The frames of one link; `sink` is called once for each, before its body is read."""
+    """The frames of one link; for each, `sink` is called once before its body is read, and `end` once it is whole."""
 
-    def __init__(self, sink: Sink, size: int = _BUFFER_BYTES, direct: int = _DIRECT_BYTES):
-        self._sink, self._direct = sink, direct
+    def __init__(
+        self, sink: Sink, end: Callable[[Frame], None], size: int = _BUFFER_BYTES, direct: int = _DIRECT_BYTES
+    ):
+        self._sink, self._end, self._direct = sink, end, direct
         self._buffer = memoryview(bytearray(max(size, HEADER_BYTES)))
         self._have = 0  # bytes of the buffer that are not handled
         self._frame: Frame | None = None
@@ -112,52 +120,42 @@ class FrameReader:
 
     def room(self) -> memoryview:
         """Returns the memory for the next bytes; it has at least one."""
-        self._is_direct = self._into is not None and self._left >= self._direct
         if self._into is not None and self._is_direct:
             return self._into[len(self._into) - self._left :]
         return self._buffer[self._have :]
 
-    def filled(self, count: int) -> Iterator[Frame]:
-        """Takes in the bytes that have come to `room`, and yields frames, all of which must be consumed.
-
-        Raises InvariantError for a frame that no sender makes.
-        """
-        if self._is_direct:
+    def filled(self, count: int) -> None:
+        """Takes in the bytes that have come to `room`; raises InvariantError for a frame that no sender makes."""
+        have, at = self._have + count, 0
+        if self._is_direct:  # then the buffer is empty
             self._left -= count
-            if not self._left:
-                yield self._ended()
-            return
-        self._have += count
-        at = 0
+            self._is_direct, have = False, 0
+        buffer, frame = self._buffer, self._frame
         while True:
-            if self._frame is None:
-                if self._have - at < HEADER_BYTES:
+            if frame is None:
+                if have - at < HEADER_BYTES:
                     break
-                self._frame = unpacked(self._buffer, at)
+                self._frame = frame = unpacked(buffer, at)
                 at += HEADER_BYTES
-                self._left = self._frame.inline
-                self._into = self._sink(self._frame)
-            at += self._copy(at)
-            if self._left:
+                self._left = frame.length if frame.offset == INLINE else 0  # `inline`, without its call
+                self._into = self._sink(frame)
+            into, left = self._into, self._left
+            size = min(left, have - at)
+            if into is not None and size:
+                begin = len(into) - left
+                into[begin : begin + size] = buffer[at : at + size]
+            at += size
+            self._left = left - size
+            if size < left:
+                self._is_direct = into is not None and self._left >= self._direct
                 break
-            yield self._ended()
-        rest = self._have - at
+            self._frame = self._into = None
+            self._end(frame)
+            frame = None
+        rest = have - at
         if at and rest:
-            self._buffer[:rest] = bytes(self._buffer[at : self._have])
+            buffer[:rest] = bytes(buffer[at:have])
         self._have = rest
-
-    def _copy(self, at: int) -> int:
-        count = min(self._left, self._have - at)
-        if self._into is not None and count:
-            begin = len(self._into) - self._left
-            self._into[begin : begin + count] = self._buffer[at : at + count]
-        self._left -= count
-        return count
-
-    def _ended(self) -> Frame:
-        frame = required(self._frame, "a frame that ends has begun")
-        self._frame, self._into, self._is_direct = None, None, False
-        return frame
 
 
 # The space of a ring of shared memory, as its writer sees it: the place of the next piece, and the free bytes.
@@ -218,6 +216,7 @@ class Incoming(Generic[Room]):
     def __init__(self, room_of: Callable[[Frame], Room]):
         self._room_of = room_of
         self._open: dict[bool, tuple[Frame, Room, int]] = {}  # by `is_state`; with the bytes that have come
+        self._now: tuple[Frame, Room, int] | None = None  # that of the piece that has begun and not ended
 
     def begins(self, frame: Frame, floor: int) -> Room | None:
         """Returns the memory of the message to which a piece belongs; None if it is of an epoch before `floor`.
@@ -226,8 +225,7 @@ class Incoming(Generic[Room]):
         """
         if frame.epoch < floor:
             return None
-        lane = is_state(frame.key)
-        known = self._open.get(lane)
+        known = self._open.pop(is_state(frame.key), None) if self._open else None
         if known is not None and known[0].epoch < floor:
             known = None
         if frame.start == 0:
@@ -236,29 +234,19 @@ class Incoming(Generic[Room]):
             known = frame, self._room_of(frame), 0
         elif known is None or known[0][:3] != frame[:3] or known[2] != frame.start:
             raise InvariantError(f"a piece of a message is out of order: {frame}")
-        self._open[lane] = known
+        self._now = known
         return known[1]
 
-    def ended(self, frame: Frame, floor: int) -> Room | None:
-        """Takes in the end of a piece; returns the memory of its message if that is whole, and of no older epoch."""
-        lane = is_state(frame.key)
-        if frame.epoch < floor or lane not in self._open:
+    def ended(self, frame: Frame) -> Room | None:
+        """Takes in the end of a piece; returns the memory of its message if that is whole and was not dropped."""
+        now, self._now = self._now, None
+        if now is None:
             return None
-        first, room, got = self._open[lane]
+        first, room, got = now
         if got + frame.length < frame.total:
-            self._open[lane] = first, room, got + frame.length
+            self._open[is_state(frame.key)] = first, room, got + frame.length
             return None
-        del self._open[lane]
         return room
-
-
-class Arrival(NamedTuple, Generic[Receive, Room]):
-    """A message that has met its receive."""
-
-    source: int
-    key: int
-    receive: Receive
-    room: Room
 
 
 class Mailbox(Generic[Receive, Room]):
@@ -295,15 +283,15 @@ class Mailbox(Generic[Receive, Room]):
         posted = self._posted.get((source, frame.key)) if frame.epoch == self.epoch else None
         return posted[0][1] if posted and len(posted[0][1]) == frame.total else None
 
-    def put(self, source: int, key: int, epoch: int, room: Room) -> Arrival[Receive, Room] | None:
-        """Takes in a whole message; returns it if its receive is posted, keeps it if it may still be."""
+    def put(self, source: int, key: int, epoch: int, room: Room) -> Receive | None:
+        """Takes in a whole message; returns its receive if that is posted, keeps the message if it may still be."""
         if epoch < self.epoch:
             return None
         posted = self._posted.get((source, key))
         if epoch > self.epoch or not posted:
             self._early.setdefault((source, key), deque()).append((epoch, room))
             return None
-        return Arrival(source, key, posted.popleft()[0], room)
+        return posted.popleft()[0]
 
     def awaits(self, source: int) -> bool:
         """Returns whether a receive from a worker is posted, and its message has not come."""

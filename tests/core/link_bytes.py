@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.core.links import Frame, FrameReader, Incoming, Mailbox
 
@@ -64,7 +64,7 @@ class End:
         self._taken: list[tuple[int, bytearray]] = []  # key and memory of each message that has met its receive
         self._sizes = cycle(_ROOM_SIZES)
         self._incoming = classes.incoming(self._room_of)
-        self._reader = classes.reader(self._sink, size, direct)
+        self._reader = classes.reader(self._sink, self._end, size, direct)
 
     def _room_of(self, frame: Frame) -> bytearray:
         room = self.mailbox.room_for(0, frame)
@@ -83,10 +83,13 @@ class End:
             assert count
             room[:count] = view[:count]
             view = view[count:]
-            for frame in self._reader.filled(count):
-                whole = self._incoming.ended(frame, self.mailbox.epoch)
-                if whole is not None:
-                    self._note(self.mailbox.put(0, frame.key, frame.epoch, whole))
+            self._reader.filled(count)
+
+    def _end(self, frame: Frame) -> None:
+        whole = self._incoming.ended(frame)
+        if whole is not None and (receive := self.mailbox.put(0, frame.key, frame.epoch, whole)) is not None:
+            assert receive == frame.key
+            self._taken.append((frame.key, whole))
 
     @property
     def taken(self) -> list[tuple[int, bytes]]:
@@ -104,8 +107,3 @@ class End:
                 self._taken.append((key, early))
             else:
                 self.mailbox.post(0, key, key, bytearray(next(self._sizes)))
-
-    def _note(self, arrived: Any) -> None:
-        if arrived is not None:
-            assert arrived.receive == arrived.key
-            self._taken.append((arrived.key, arrived.room))

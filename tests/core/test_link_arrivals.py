@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.links import Arrival, Frame, Incoming, Mailbox, is_state
+from engine.core.links import Frame, Incoming, Mailbox, is_state
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
 
 KEYS = (1, 2, 5)  # aside, of the lane of state, aside
@@ -155,15 +155,11 @@ class DeliversOld(Incoming[bytearray]):
         """Takes each piece."""
         return super().begins(frame, 0)
 
-    def ended(self, frame: Frame, floor: int) -> bytearray | None:
-        """Takes each message."""
-        return super().ended(frame, 0)
-
 
 class TakesOld(Mailbox[int, bytearray]):
     """Gives a message of an older epoch to a receive."""
 
-    def put(self, source: int, key: int, epoch: int, room: bytearray) -> Arrival[int, bytearray] | None:
+    def put(self, source: int, key: int, epoch: int, room: bytearray) -> int | None:
         """Takes any message for one of the present epoch."""
         return super().put(source, key, self.epoch, room)
 
@@ -175,6 +171,7 @@ class CompletesHalf(Incoming[bytearray]):
         """Goes on in the memory that is there."""
         known = self._open.get(is_state(frame.key))
         if known is not None and frame.start == 0:
+            self._now = known
             return known[1]
         return super().begins(frame, floor)
 
@@ -191,12 +188,12 @@ class LosesEarly(Mailbox[int, bytearray]):
 class KeepsOne(Mailbox[int, bytearray]):
     """Keeps the newest early message of a key only."""
 
-    def put(self, source: int, key: int, epoch: int, room: bytearray) -> Arrival[int, bytearray] | None:
+    def put(self, source: int, key: int, epoch: int, room: bytearray) -> int | None:
         """Forgets the one before."""
-        arrived = super().put(source, key, epoch, room)
+        receive = super().put(source, key, epoch, room)
         for address, kept in self._early.items():
             self._early[address] = deque(list(kept)[-1:])
-        return arrived
+        return receive
 
 
 class GivesLast(Mailbox[int, bytearray]):
@@ -254,7 +251,7 @@ def test_a_mailbox_awaits_what_is_posted_and_has_not_come() -> None:
     assert box.take_early(7, 1) is None
     box.post(7, 1, "wanted", b"")
     assert box.awaits(7) and not box.awaits(8)
-    assert box.put(7, 1, 1, b"x") == (7, 1, "wanted", b"x")
+    assert box.put(7, 1, 1, b"x") == "wanted"
     assert not box.awaits(7)
     box.put(7, 1, 2, b"early")
     box.put(8, 1, 2, b"kept")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,7 @@ from engine.core.links import (
     Incoming,
     RingSpace,
     aligned,
+    header_of_whole,
     is_state,
     key_of,
     unpacked,
@@ -97,18 +98,20 @@ def test_any_messages_in_any_chunks(sent: list[Sent], lengths: list[int], sizes:
 
 
 def test_a_large_body_is_read_in_place_and_a_small_one_with_what_is_behind_it() -> None:
-    place = bytearray(100)
-    reader = FrameReader(lambda frame: memoryview(place)[: frame.length], size=64, direct=50)
+    place, ended = bytearray(100), list[Frame]()
+    reader = FrameReader(lambda frame: memoryview(place)[: frame.length], ended.append, size=64, direct=50)
     header = Frame(0, 1, 100, 0, 100).packed()
     reader.room()[: len(header)] = header
-    assert not list(reader.filled(len(header)))
+    reader.filled(len(header))
     room = reader.room()
     assert room.obj is place and len(room) == 100
-    assert not list(reader.filled(60))
+    reader.filled(60)
+    assert not ended
     assert reader.room().obj is not place and reader.rest == (b"", 40)  # it is small
     small = body(40) + Frame(0, 2, 0, 0, 0).packed()[:20]
     reader.room()[: len(small)] = small
-    assert [frame.key for frame in reader.filled(len(small))] == [1]
+    reader.filled(len(small))
+    assert [frame.key for frame in ended] == [1]
     assert place[60:] == body(40) and reader.rest == (Frame(0, 2, 0, 0, 0).packed()[:20], 0)
 
 
@@ -116,6 +119,7 @@ def test_a_frame_is_its_48_bytes() -> None:
     frame = Frame(1, 2, 90, 30, 60)
     assert len(frame.packed()) == HEADER_BYTES == 48
     assert unpacked(frame.packed()) == frame and frame.inline == 60
+    assert header_of_whole(1, 2, 90) == Frame(1, 2, 90, 0, 90).packed()
     assert frame._replace(offset=0).inline == 0
     assert [aligned(each) for each in (0, 1, 64, 65)] == [0, 64, 64, 128]
 
@@ -169,7 +173,7 @@ def test_a_piece_out_of_order_is_refused(piece: Frame) -> None:
 def refuses(piece: Frame, kind: Callable[..., Incoming[bytearray]]) -> None:
     incoming = kind(lambda frame: bytearray(frame.total))
     assert incoming.begins(ONE, 5) is not None
-    assert incoming.ended(ONE, 5) is None
+    assert incoming.ended(ONE) is None
     with pytest.raises(InvariantError):
         incoming.begins(piece, 5)
 
@@ -188,7 +192,7 @@ def test_pieces_of_state_come_between_those_of_another_message_and_neither_is_mi
     ]:
         frame = Frame(5, key, total, start, length)
         assert incoming.begins(frame, 5) is rooms[frame.key]
-        wholes.append(incoming.ended(frame, 5))
+        wholes.append(incoming.ended(frame))
     assert [whole is not None for whole in wholes] == [False, False, False, True, True]
     assert wholes[3] is rooms[order] and wholes[4] is rooms[state]
 
@@ -201,9 +205,9 @@ def test_the_rest_of_nothing_is_refused() -> None:
 class Forgetful(FrameReader):
     """Forgets what has come of a header: a planted bug."""
 
-    def filled(self, count: int) -> Iterator[Frame]:
-        """Yields frames, and drops what is left over."""
-        yield from super().filled(count)
+    def filled(self, count: int) -> None:
+        """Drops what is left over."""
+        super().filled(count)
         self._have = 0
 
 

@@ -30,17 +30,17 @@ def receive(address: str) -> None:
     mailbox.enter(0)
     arrived: list[tuple[int, float]] = []
 
-    def arrives(each: Any) -> None:
-        (sent_ns,) = struct.unpack("Q", each.room[:8])
-        arrived.append((each.key % 4, (time.monotonic_ns() - sent_ns) / 1e6))
+    def arrives(source: int, lane: int, room: memoryview) -> None:
+        (sent_ns,) = struct.unpack("Q", room[:8])
+        arrived.append((lane, (time.monotonic_ns() - sent_ns) / 1e6))
 
     with socket.create_server((address, _PORT)) as server:
         print("ready", flush=True)
         end = server.accept()[0]
     for number in range(_COUNT):
-        mailbox.post(0, key_of(number, IN_ORDER), None, host_room(_MESSAGE_BYTES))
+        mailbox.post(0, key_of(number, IN_ORDER), IN_ORDER, host_room(_MESSAGE_BYTES))
     for lane in (ASIDE, STATE):
-        mailbox.post(0, key_of(0, lane), None, host_room(_STATE_BYTES))
+        mailbox.post(0, key_of(0, lane), lane, host_room(_STATE_BYTES))
     link = PeerLink(0, mailbox, host_room, arrives)
     link.attach(Ends(Wire(end)))
     while len(arrived) <= _COUNT and link.read():
@@ -51,7 +51,7 @@ def receive(address: str) -> None:
 
 def send(address: str, lane: int) -> None:
     """Sends the messages, and the state in a lane."""
-    link = PeerLink(1, Mailbox(), host_room, lambda _: None)
+    link = PeerLink(1, Mailbox(), host_room, print)
     link.attach(Ends(Wire(socket.create_connection((address, _PORT)))))
     began_s = time.monotonic()
     for number in range(_COUNT):

@@ -76,6 +76,15 @@ def test_pipeline_of_other_schedules(launch: Launch) -> None:
 
 
 @pytest.mark.soak
+def test_links(launch: Launch) -> None:
+    rows = rows_of(launch, "links", "--case", "quiet")
+    by_peer = {row["metric"].rpartition("beside ")[2]: row["goal"] for row in rows if "beside" in row["metric"]}
+    floor = by_peer.pop("a bare socket")
+    assert floor is None and None not in by_peer.values()
+    assert by_peer.keys() == {"Gloo", "torch's batch_isend_irecv", "its median"}
+
+
+@pytest.mark.soak
 def test_scale(launch: Launch) -> None:
     rows = rows_of(launch, "scale", positive=False)
     cases = {row["case"] for row in rows}

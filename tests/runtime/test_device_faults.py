@@ -205,7 +205,7 @@ def test_an_error_of_the_own_device_is_no_suspicion_of_the_other_end() -> None:
             raise broken
 
     end = OnGpu()
-    end.device = replace(end.device, copies=Lost())
+    end.device = replace(end.device, copies=Lost(), is_host=False)
     end.arrives(1, program_key(Grid(2, 1, 1), ProgramPurpose.LOG, 0, 0), (torch.ones(1),))
     assert end.failed is broken, "the thread that took the message in does not end without a word"
 

@@ -433,12 +433,12 @@ def order_of(messages: Sequence[tuple[int, int, int]], most: int = 1 << 18) -> l
     near, far = socket.socketpair()
     arrived: list[int] = []
     mailbox: Mailbox[Any, memoryview] = Mailbox()
-    ends = [PeerLink(peer, mailbox, host_room, lambda each: arrived.append(each.key % 4)) for peer in (1, 0)]
+    ends = [PeerLink(peer, mailbox, host_room, lambda source, lane, room: arrived.append(lane)) for peer in (1, 0)]
     ends[0].attach(Ends(wire := SlowEnd(near, most)))
     ends[1].attach(Ends(Wire(far)))
     mailbox.enter(0)
     for place, (lane, size, _) in enumerate(messages):
-        mailbox.post(0, key_of(place, lane), None, host_room(size))
+        mailbox.post(0, key_of(place, lane), lane, host_room(size))
     for turn in range(1000):
         wire.left = most
         for place, (lane, size, at) in enumerate(messages):
@@ -492,7 +492,7 @@ def test_state_fills_a_link_between_hosts_and_no_buffer(told: tuple[int, ...], m
         end.connect(server.getsockname())
         with server.accept()[0] as other:
             end.told = told
-            link = PeerLink(1, Mailbox(), host_room, lambda arrived: None)
+            link = PeerLink(1, Mailbox(), host_room, print)
             link.attach(Ends(Wire(end)))
             assert link.send(0, key_of(0, STATE), [memoryview(bytes(8 << 20))]) == "ring"
             state = _waiting(end)

@@ -116,10 +116,8 @@ class Wakeups:
         return self._poll.poll(timeout_s)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        for _ in range(len(self._retries)):
-            work = self._retries.popleft()
-            if not work():
-                self._retries.append(work)
+        if self._retries:
+            self._try_again()
         for fd, mask in events:
             if fd == self._event:
                 os.eventfd_read(fd)
@@ -128,6 +126,12 @@ class Wakeups:
             elif (handler := self._handlers.get(fd)) is not None:  # an earlier one may have forgotten it
                 handler(mask)
         return bool(events)
+
+    def _try_again(self) -> None:
+        for _ in range(len(self._retries)):
+            work = self._retries.popleft()
+            if not work():
+                self._retries.append(work)
 
 
 def _close(event: int, poll: select.epoll) -> None:
@@ -406,12 +410,12 @@ class Control:
 
     def wait_until(self, look: Callable[[], Value | None]) -> Value:
         """Waits until `look`, called again after any news, returns a value; raises Stopped or Fenced."""
-        while True:
-            self.check()
-            value = look()
-            if value is not None:
-                return value
+        self.check()
+        while (value := look()) is None:
             self._await_news()
+            if self._is_urgent or self._of_faults:  # the wait itself has done what else a check does
+                self.check()
+        return value
 
     def count(self, traffic: ReadCounts) -> None:
         """Adds the counts of this epoch's group to heartbeats while the main thread waits without news."""
@@ -419,7 +423,10 @@ class Control:
 
     def _await_news(self) -> None:
         self._waits_since_ns = time.monotonic_ns()
-        with self.busy() if self.handler.is_owing() else contextlib.nullcontext():
+        if self.handler.is_owing():
+            with self.busy():
+                self.wakeups.wait()
+        else:
             self.wakeups.wait()
         self._waits_since_ns = 0
 

@@ -26,7 +26,7 @@ from engine.runtime.device.copies import Arriving, Leaving, ToDevice, tensors_of
 from engine.runtime.device.device import HOST, Device, device_trouble
 from engine.runtime.device.missing_gradients import look_at, marked_as
 from engine.runtime.transport.links import Links
-from engine.runtime.transport.peer_link import Arrived, memory_of, tensor_of
+from engine.runtime.transport.peer_link import memory_of, tensor_of
 from engine.runtime.transport.transport import (
     AnyKey,
     AsideKey,
@@ -165,12 +165,7 @@ class GroupEnd:
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Accepts a message whose receive was posted; any thread may call it, and then wakes the main thread."""
         try:
-            arriving = self.device.copies.landed(tensors)
-            if not self.device.is_host and key.purpose is ProgramPurpose.GRADIENT:
-                look_at(tensors)  # while they are on the host: no action waits for it
-                on_device = arriving.tensors if isinstance(arriving, ToDevice) else arriving
-                for message, there in zip(tensors, on_device, strict=True):
-                    marked_as(there, message)
+            arriving: Arriving = tensors if self.device.is_host else self._landed(key, tensors)
         except RuntimeError as error:  # of the device: this thread must not end the worker
             self.fails(error)
             return
@@ -179,6 +174,15 @@ class GroupEnd:
             self._num_received[source] += 1
         if source in self.cuts.back:
             self.cuts.holds_up(source, "back")
+
+    def _landed(self, key: ProgramKey | AsideKey, tensors: Tensors) -> Arriving:
+        arriving = self.device.copies.landed(tensors)
+        if key.purpose is ProgramPurpose.GRADIENT:
+            look_at(tensors)  # while they are on the host: no action waits for it
+            on_device = arriving.tensors if isinstance(arriving, ToDevice) else arriving
+            for message, there in zip(tensors, on_device, strict=True):
+                marked_as(there, message)
+        return arriving
 
     def fails(self, error: Exception) -> None:
         """Ends every wait for a message with an error; any thread may call it."""
@@ -225,7 +229,9 @@ class EndChannel(Generic[AnyKey]):
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
         end = self._of
         arriving = None if source in end.cuts.back else end.arrived.pop((source, key), None)
-        return arriving if arriving is None else end.device.copies.admitted(arriving)
+        if arriving is None or end.device.is_host:
+            return arriving  # type: ignore[return-value]  # no copies on a GPU
+        return end.device.copies.admitted(arriving)
 
     def take(self, source: int, key: AnyKey) -> Tensors:
         """Waits for a posted message and returns its tensors; raises Stopped, or TransferFailedError if it broke."""
@@ -237,34 +243,6 @@ class EndChannel(Generic[AnyKey]):
             return self.take_arrived(source, key)
 
         return end.cuts.waiter.wait_until(look)
-
-    def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
-        """Starts one message, or queues it behind a cut; `Channel` says how long its tensors must not change."""
-        end = self._of
-        end.num_sent[target] += 1
-        if end.device.is_host and target not in end.cuts.there:  # the fast path: the peer may be waiting
-            here: Tensors = tensors  # type: ignore[assignment]  # not copies from a GPU
-            end.bytes_sent += sum([tensor.nbytes for tensor in here])
-            self._begin(target, key, here)
-            return
-        leaving = end.device.copies.fetched(tensors)
-        end.bytes_sent += sum([tensor.nbytes for tensor in tensors_of(leaving)])
-        if not end.cuts.keeps(target, partial(self._leave_late, target, key, leaving)):
-            self._leave(target, key, leaving)
-
-    def _leave(self, target: int, key: AnyKey, leaving: Leaving) -> None:
-        end = self._of
-        end.device.copies.when_fetched(leaving, partial(self._begin, target, key), partial(end.fails_to, target))
-
-    def _leave_late(self, target: int, key: AnyKey, leaving: Leaving) -> None:
-        """Starts a message that a cut held back, in the thread that heals it: the main thread gets the error."""
-        try:
-            self._leave(target, key, leaving)
-        except TransferFailedError as error:
-            self._of.fails(error)
-
-    def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
-        raise NotImplementedError
 
 
 class DirectBackend:
@@ -322,13 +300,12 @@ class DirectTransport(GroupEnd):
         """Returns the bytes a second of links to workers of other hosts, as far as they are known."""
         return self.links.rates()
 
-    def take_in(self, arrived: Arrived) -> None:
-        """Accepts a message whose receive was posted."""
-        posted: _PostedReceive = arrived.receive
-        if arrived.room is posted.room:
-            self.arrives(arrived.source, posted.key, posted.tensors)
+    def take_in(self, source: int, receive: _PostedReceive, room: memoryview) -> None:
+        """Accepts a message in this memory, which has met its receive."""
+        if room is receive.room:
+            self.arrives(source, receive.key, receive.tensors)
         else:
-            self.take_in_late(arrived.source, posted.key, posted.border, arrived.room)
+            self.take_in_late(source, receive.key, receive.border, room)
 
     def take_in_late(self, source: int, key: ProgramKey | AsideKey, border: Border, room: memoryview) -> None:
         """Accepts a message that is in memory of its own."""
@@ -391,15 +368,39 @@ class _DirectChannel(EndChannel[AnyKey]):
         return super().has_arrived(source, key)
 
     def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
-        self._end.links.enter(self._end.number, self._end)
-        super().send(target, key, tensors)
+        """Starts one message, or queues it behind a cut; `Channel` says how long its tensors must not change."""
+        end = self._end
+        end.links.enter(end.number, end)
+        end.num_sent[target] += 1
+        if end.device.is_host and target not in end.cuts.there:  # the fast path: the peer may be waiting
+            here: Tensors = tensors  # type: ignore[assignment]  # not copies from a GPU
+            self._begin(target, key, here)
+            end.bytes_sent += sum([tensor.nbytes for tensor in here])
+            return
+        leaving = end.device.copies.fetched(tensors)
+        end.bytes_sent += sum([tensor.nbytes for tensor in tensors_of(leaving)])
+        if not end.cuts.keeps(target, partial(self._leave_late, target, key, leaving)):
+            self._leave(target, key, leaving)
+
+    def _leave(self, target: int, key: AnyKey, leaving: Leaving) -> None:
+        end = self._end
+        end.device.copies.when_fetched(leaving, partial(self._begin, target, key), partial(end.fails_to, target))
+
+    def _leave_late(self, target: int, key: AnyKey, leaving: Leaving) -> None:
+        """Starts a message that a cut held back, in the thread that heals it: the main thread gets the error."""
+        try:
+            self._leave(target, key, leaving)
+        except TransferFailedError as error:
+            self._end.fails(error)
 
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         end = self._end
         if end.carries_sizes and tensors and key.purpose in _BETWEEN_STAGES:
             sizes = [size for tensor in tensors for size in tensor.shape]
             tensors = (torch.tensor(sizes, dtype=torch.int64, device="cpu"), *tensors)
-        parts = [memory_of(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
+        parts = []
+        for tensor in tensors:  # a comprehension would be one more call
+            parts.append(memory_of(tensor if tensor.is_contiguous() else tensor.detach().contiguous()))
         end.links.send(target, end.number, self._number(key), parts)
 
 

@@ -26,7 +26,7 @@ from engine.core.messages import LinkMessage, LinkWantedMessage
 from engine.runtime.process.control import Control
 from engine.runtime.transport.host_door import GREET_S, HostDoor
 from engine.runtime.transport.link_wire import Met, Wire
-from engine.runtime.transport.peer_link import Arrived, Ends, InRing, Lacks, OutRing, PeerLink, host_room
+from engine.runtime.transport.peer_link import Ends, InRing, Lacks, OutRing, PeerLink, host_room
 
 _NEVER = (0, 0.0)
 
@@ -34,8 +34,8 @@ _NEVER = (0, 0.0)
 class Party(Protocol):
     """The current group, as the links see it."""
 
-    def take_in(self, arrived: Arrived) -> None:
-        """Accepts a message whose receive was posted."""
+    def take_in(self, source: int, receive: Any, room: memoryview) -> None:
+        """Accepts a message in this memory, which has met its receive."""
 
     def fails(self, error: Exception) -> None:
         """Ends every wait for a message with an error."""
@@ -172,7 +172,8 @@ class Links:
     def _watch(self, link: PeerLink) -> None:
         if link.ends is not None:
             fd = link.ends.wire.fileno()
-            self._wakeups.watch(fd, partial(self._handle, link), writable=link.awaits_room)
+            handle = self._handle if link.awaits_room else self._read
+            self._wakeups.watch(fd, partial(handle, link), writable=link.awaits_room)
 
     def _handle(self, link: PeerLink, mask: int) -> None:
         if mask & select.EPOLLOUT:
@@ -187,9 +188,9 @@ class Links:
     def _new(self, peer: int) -> PeerLink:
         return PeerLink(peer, self._mailbox, self._room, self._take_in)
 
-    def _take_in(self, arrived: Arrived) -> None:
+    def _take_in(self, source: int, receive: Any, room: memoryview) -> None:
         if self._party is not None:
-            self._party.take_in(arrived)
+            self._party.take_in(source, receive, room)
 
     def _room(self, size: int) -> memoryview:
         """Returns memory for a message; raises InvariantError if there is too little: no worker sends that much."""
@@ -238,7 +239,7 @@ class Links:
             self._push(link)
         self._read(link)  # TLS may have buffered bytes already, which its descriptor does not show
 
-    def _read(self, link: PeerLink) -> None:
+    def _read(self, link: PeerLink, mask: int = 0) -> None:
         try:
             if link.read():
                 return

@@ -27,7 +27,6 @@ from engine.core.links import (
     COUNT_BYTES,
     INLINE,
     RING_BYTES,
-    Arrival,
     Disturbance,
     Frame,
     FrameCount,
@@ -36,6 +35,7 @@ from engine.core.links import (
     Mailbox,
     RingSpace,
     aligned,
+    header_of_whole,
     is_state,
 )
 from engine.runtime.transport.link_wire import Met, Wire, disturbed
@@ -133,7 +133,7 @@ _PADDING = bytes(64)
 
 # Where the rest of the messages waits for room. State that would fill a link to another host waits as for a ring.
 Lacks = Literal["", "socket", "ring"]
-Arrived = Arrival[Any, memoryview]
+OnArrival = Callable[[int, Any, memoryview], None]  # gets source, receive and memory of a message that have met
 
 
 class _Outgoing:
@@ -192,14 +192,14 @@ class PeerLink:
         peer: int,
         mailbox: Mailbox[Any, memoryview],
         room_of: Callable[[int], memoryview],
-        on_arrival: Callable[[Arrived], None],
+        on_arrival: OnArrival,
     ):
         self.peer = peer
         self.ends: Ends | None = None
         self.is_broken = self.awaits_room = self.is_retried = False
         self._mailbox, self._room_of, self._on_arrival = mailbox, room_of, on_arrival
         self._incoming: Incoming[memoryview] = Incoming(self._room_for)
-        self._reader = FrameReader(self._sink)
+        self._reader = FrameReader(self._sink, self._end_piece)
         self._kept: deque[_Outgoing] = deque()
         self._state: deque[_Outgoing] = deque()
         self._ahead = 0  # bytes of other messages since the last piece of state
@@ -228,14 +228,14 @@ class PeerLink:
     def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
         """Starts to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
         with self._lock:
-            queue = self._state if is_state(key) else self._kept
-            is_queued = queue is self._state or self._kept or self._rest or self.ends is None
-            if self.ends is None or is_queued or len(parts) != 1 or len(parts[0]) > INLINE_BYTES:
-                queue.append(_Outgoing(epoch, key, parts))
+            ends, is_of_state = self.ends, is_state(key)
+            is_queued = self._kept or self._rest or is_of_state
+            if ends is None or is_queued or len(parts) != 1 or len(parts[0]) > INLINE_BYTES:
+                (self._state if is_of_state else self._kept).append(_Outgoing(epoch, key, parts))
                 return self.flush()
-            size = len(parts[0])  # the fast path: the peer may be waiting
-            self._rest = [Frame(epoch, key, size, 0, size).packed(), parts[0]]
-            return "" if self._write(self.ends) else "socket"
+            (body,) = parts  # the fast path: the peer may be waiting
+            self._rest = [header_of_whole(epoch, key, len(body)), body]
+            return "" if self._write(ends) else "socket"
 
     def flush(self) -> Lacks:
         """Sends queued messages while there is room; raises OSError if the link is broken."""
@@ -306,14 +306,12 @@ class PeerLink:
         while (ends := self.ends) is not None:
             room = self._reader.room()
             try:
-                with self._lock:
-                    count = ends.wire.read_into(room)
+                count = ends.wire.read_into(room)
             except BlockingIOError:
                 return True
             if not count:
                 return False
-            for frame in self._reader.filled(count):
-                self._end_piece(ends, frame)
+            self._reader.filled(count)
             if count < len(room) and ends.wire.is_drained_short:
                 return True
         return True
@@ -328,17 +326,16 @@ class PeerLink:
         room = self._mailbox.room_for(self.peer, frame)
         return self._room_of(frame.total) if room is None else room
 
-    def _end_piece(self, ends: Ends, frame: Frame) -> None:
-        floor = self._mailbox.epoch
+    def _end_piece(self, frame: Frame) -> None:
         if frame.offset != INLINE:
-            if ends.back is None:
+            if self.ends is None or self.ends.back is None:
                 raise InvariantError(f"a link without a ring has a frame of one: {frame}")
-            room = self._incoming.begins(frame, floor)
+            room = self._incoming.begins(frame, self._mailbox.epoch)
             into = None if room is None else room[frame.start : frame.start + frame.length]
-            ends.back.take(frame.offset, frame.length, into)
-        whole = self._incoming.ended(frame, floor)
-        if whole is not None and (arrived := self._mailbox.put(self.peer, frame.key, frame.epoch, whole)) is not None:
-            self._on_arrival(arrived)
+            self.ends.back.take(frame.offset, frame.length, into)
+        whole = self._incoming.ended(frame)
+        if whole is not None and (receive := self._mailbox.put(self.peer, frame.key, frame.epoch, whole)) is not None:
+            self._on_arrival(self.peer, receive, whole)
 
     def close(self) -> None:
         """Closes this end."""

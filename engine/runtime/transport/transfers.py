@@ -82,10 +82,10 @@ class Receiver(Generic[AnyKey]):
             self._post()
         tensors = self._channel.take(receive.source, receive.key)
         self._num_taken += 1
-        ready = tuple(
-            tensor.requires_grad_(spec.needs_grad) for tensor, spec in zip(tensors, receive.border, strict=True)
-        )
-        return receive.value, ready
+        for tensor, spec in zip(tensors, receive.border, strict=True):
+            if spec.needs_grad:  # a call into torch is slow in a process that has just woken up
+                tensor.requires_grad_()
+        return receive.value, tensors
 
 
 def receives_of(
