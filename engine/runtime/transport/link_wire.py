@@ -92,10 +92,6 @@ class TlsWire(Wire):
 
     is_drained_short = False  # decrypted bytes may still be buffered
 
-    def __init__(self, end: ssl.SSLSocket):
-        super().__init__(end)
-        self._lock = threading.Lock()  # unlike a socket, it is for one thread at a time, and another one may send
-
     def write(self, buffers: Pieces) -> int:
         """As in clear text."""
         total = 0
@@ -103,8 +99,7 @@ class TlsWire(Wire):
             buffers = [b"".join(buffers)]
         for piece in buffers:
             try:
-                with self._lock:
-                    count = self._end.send(piece)
+                count = self._end.send(piece)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 if total:
                     return total
@@ -117,8 +112,7 @@ class TlsWire(Wire):
     def read_into(self, room: memoryview) -> int:
         """As in clear text."""
         try:
-            with self._lock:
-                return self._end.recv_into(room)
+            return self._end.recv_into(room)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
         except OSError:  # includes TLS errors: a corrupted link is a closed link

@@ -306,7 +306,8 @@ class PeerLink:
         while (ends := self.ends) is not None:
             room = self._reader.room()
             try:
-                count = ends.wire.read_into(room)
+                with self._lock:  # another thread may send, and close this end, whose descriptor is another one's then
+                    count = ends.wire.read_into(room)
             except BlockingIOError:
                 return True
             if not count:
