@@ -294,7 +294,7 @@ class MicrobatchLoader:
 
     def _of_source(self, step: int, action: Action) -> Batch:
         first = self._first.get(action)
-        if True:
+        if first is None:
             return self._called(step, action)
         batch, left = self._whole.pop(first, None) or (self._called(step, first), self._num_cut[first])
         if left > 1:
