@@ -9,13 +9,15 @@ import pytest
 from engine.core.job.job import Job
 from engine.core.job.job_rules import check_job
 from engine.core.program.ballot import SlotVote, VoteMessage
-from engine.core.program.schedule_search import length_of
+from engine.core.program.owners import owners_compute
+from engine.core.program.schedule_search import Profile, length_of
 from engine.core.program.schedules import SCHEDULES
+from engine.core.protocol import schedule_policy
 from engine.core.protocol.events import Notice, StepCommitted
 from engine.core.protocol.membership import step
 from engine.core.protocol.schedule_policy import QUIET_STEPS, ScheduleLook, choice, look, measured
 from engine.core.protocol.state import State
-from engine.core.protocol.worker_times import WorkerTimes, heard
+from engine.core.protocol.worker_times import WorkerTimes, heard, with_owners
 from tests.core.membership_cases import running
 
 MS = 1_000_000
@@ -24,21 +26,26 @@ JOB = Job(stages=3, microbatches=12, adapt_schedule=5)
 SHIFT = (0, 7 * S, 3 * S)  # of the clocks of the workers' hosts
 
 
-def after(steps: int, transfer_ms: tuple[float, float]) -> WorkerTimes:
+def after(steps: int, transfer_ms: tuple[float, float], blocks: int = 1) -> WorkerTimes:
     """Returns the times of steps whose forwards and backwards take 10 ms, with transfers between three stages."""
     times = WorkerTimes()
     for at in range(steps):
         for stage in range(3):
-            ways = ((stage, 0), (stage - 1, 1), (stage - 1, 0), (stage, 1))  # its edge, and whether a value comes
-            passed = []
-            for edge, comes in ways:
-                ends = tuple(
-                    20 * MS * number + SHIFT[stage] + comes * (int(transfer_ms[edge] * MS) + number % 3 * MS)
-                    for number in range(12 * (0 <= edge < 2))
-                )
-                passed.append(ends)
-            vote = SlotVote(0, stage, took_ns=(120 * MS, 120 * MS), passed_ns=tuple(passed))
-            times, _ = heard(times, stage, VoteMessage(1, at, (vote,)))
+            votes = []
+            for block in range(blocks):
+                ways = ((stage, 0), (stage - 1, 1), (stage - 1, 0), (stage, 1))  # its edge, and whether a value comes
+                passed = []
+                for edge, comes in ways:
+                    has = 0 <= edge < 2 and block == (blocks - 1 if edge == stage else 0)
+                    late = int(transfer_ms[edge] * MS) if has else 0
+                    ends = tuple(
+                        20 * MS * number + SHIFT[stage] + comes * (late + number % 3 * MS) for number in range(12 * has)
+                    )
+                    passed.append(ends)
+                took = 120 * MS // blocks
+                told = tuple(passed) if any(passed) else ()
+                votes.append(SlotVote(0, stage * blocks + block, took_ns=(took, took), passed_ns=told))
+            times, _ = heard(times, stage, VoteMessage(1, at, tuple(votes)))
     return times
 
 
@@ -90,12 +97,69 @@ def test_it_looks_seldom_and_not_while_something_else_changes() -> None:
     assert changed.schedule == wanted.schedule
 
 
-def test_merged_stages_have_no_schedule_to_change() -> None:
-    profile = measured(JOB, running(), after(14, (2, 10)))
-    assert profile is not None
-    assert choice(JOB, running()._replace(owners=(0, 0, 2)), profile) is None
+def with_slots(owners: tuple[int, ...]) -> State:
+    return running()._replace(owners=owners, shadows=((),) * len(owners))
 
 
-@pytest.mark.parametrize("job", [replace(JOB, blocks=2), replace(JOB, microbatches=2000)])
-def test_jobs_that_it_cannot_adapt_are_refused(job: Job) -> None:
-    assert [each.field for each in check_job(job)] == ["adapt_schedule"]
+def test_blocks_and_further_pipelines_change_no_choice() -> None:
+    plain = measured(JOB, running(), after(14, (2, 10)))
+    assert plain is not None
+    wanted = choice(JOB, running(), plain)
+    owners = (0, 0, 1, 1, 2, 2)
+    for job, state in (
+        (replace(JOB, blocks=2), with_slots(owners)),
+        (replace(JOB, blocks=2, pipelines=2), with_slots((*owners, *(3 + each for each in owners)))),
+    ):
+        profile = measured(job, state, after(14, (2, 10), blocks=2))
+        assert profile is not None
+        assert profile.transfer == pytest.approx((0, 0.002, 0, 0.010, 0))
+        found = choice(job, state, profile)
+        assert found is not None and wanted is not None
+        assert found[0] == wanted[0] and found[1] == wanted[1].replace("from stage 1", "from block 3")
+        assert choice(replace(job, adapt_schedule=2), state, profile) is None, "a worker stashes two stages of blocks"
+
+
+def test_after_a_loss_the_schedules_that_order_the_runs_of_the_others_are_compared() -> None:
+    job = replace(JOB, blocks=2, adapt_schedule=12)
+    owners = (0, 0, 0, 2, 2, 2)
+    lost = with_slots(owners)
+    profile = Profile((0.005,) * 6, (0.0025,) * 6, (0.0025,) * 6, (0, 0, 0.03, 0, 0))
+    found = choice(job, lost, profile)
+    assert found is not None
+    assert owners_compute(found[0], job.grid, owners).is_scheduled
+    apart = with_slots((0, 2, 0, 2, 2, 0))
+    assert not any(owners_compute(name, job.grid, apart.owners).is_scheduled for name in SCHEDULES)
+    assert choice(job, apart, profile) is None, "no schedule orders these runs"
+
+
+def test_pipelines_that_are_cut_unlike_are_compared_together() -> None:
+    job = replace(JOB, blocks=2, pipelines=2, schedule="zb1p")
+    profile = Profile((0.005,) * 6, (0.0025,) * 6, (0.0025,) * 6, (0, 0.002, 0, 0.010, 0))
+    alike, unlike = (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5), (0, 0, 1, 1, 2, 2, 3, 4, 4, 4, 5, 5)
+    assert choice(job, with_slots(alike), profile) is not None
+    assert owners_compute("zb2p", job.grid, unlike).is_scheduled
+    assert choice(job, with_slots(unlike), profile) is None, "worker 4 is busy for the whole step under any schedule"
+
+
+def test_too_many_actions_are_not_compared_while_training_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(JOB, blocks=2, pipelines=2, schedule="zb1p", microbatches=400)
+    assert check_job(job) == []
+    profile = Profile((0.005,) * 6, (0.0025,) * 6, (0.0025,) * 6, (0, 0, 0, 0.1, 0))
+    alike = with_slots((0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5))
+    assert choice(job, alike, profile) is not None, "pipelines that are cut alike count once"
+    monkeypatch.setattr(schedule_policy, "MOST_ADAPTED", 6 * 400 - 1)
+    assert choice(job, alike, profile) is None
+
+
+def test_other_owners_have_other_transfers() -> None:
+    times = with_owners(after(14, (2, 10)), (0, 1, 2), is_planned=False)
+    assert times.edges
+    assert with_owners(times, (0, 1, 2), is_planned=False).edges == times.edges
+    moved = with_owners(times, (0, 1, 3), is_planned=False)
+    assert moved.edges == {} and moved.stages == times.stages
+
+
+def test_jobs_that_it_cannot_adapt_are_refused() -> None:
+    assert [each.field for each in check_job(replace(JOB, microbatches=2000))] == ["adapt_schedule"]
+    assert [each.field for each in check_job(replace(JOB, microbatches=700, blocks=2))] == ["adapt_schedule"]
+    assert check_job(replace(JOB, blocks=2, elastic=True)) == []

@@ -46,16 +46,21 @@ def test_a_run_uses_other_schedules_loses_a_worker_and_has_the_bits_of_its_twin(
 
 
 @pytest.mark.soak
-def test_a_run_hides_a_link_that_slows(launch: Launch) -> None:
-    scenario = """
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_run_hides_a_link_that_slows(launch: Launch, blocks: int) -> None:
+    """With blocks the run is elastic, and loses its first worker after the change."""
+    lost = "  - {id: lost, at: {step: 38, stage: 0, action: F, microbatch: 1}, do: kill}" if blocks > 1 else ""
+    scenario = f"""
 version: 1
 name: slow-edge
 about: another schedule hides a link that slows
-job: {model: timed, model_args: {forward_ms: 6, backward_ms: 6}, microbatches: 16, steps: 50, validate_every: 0}
+job: {{model: timed, model_args: {{layers: {4 * blocks}, forward_ms: {6 / blocks:g}, backward_ms: {6 / blocks:g}}},
+      microbatches: 16, steps: 50, validate_every: 0, blocks: {blocks}, elastic: {str(blocks > 1).lower()}}}
 faults:
-  - {id: usual, at: {step: 1, stage: 2, action: F, microbatch: 1}, do: delay-link, peer: 3, by: 4ms}
-  - {id: late, at: {step: 6, stage: 2, action: F, microbatch: 1}, do: delay-link, peer: 3, by: 20ms}
-expect: {outcome: recovered, trajectory: identical}
+  - {{id: usual, at: {{step: 1, stage: {3 * blocks - 1}, action: F, microbatch: 1}}, do: delay-link, peer: 3, by: 4ms}}
+  - {{id: late, at: {{step: 6, stage: {3 * blocks - 1}, action: F, microbatch: 1}}, do: delay-link, peer: 3, by: 20ms}}
+{lost}
+expect: {{outcome: recovered, trajectory: identical}}
 """
     run = launch("--version")
     run.wait()

@@ -185,7 +185,7 @@ def _in_text(broken: Violation, text: str, program: Program) -> Violation:
 _LEAST_PATIENCE_NS = 100_000_000
 
 
-_MOST_ADAPTED = 4096  # the policy runs every schedule dry while training continues
+MOST_ADAPTED = 4096  # the policy runs every schedule dry while training continues
 
 
 def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
@@ -217,8 +217,8 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
-    if job.adapt_schedule and (job.blocks > 1 or job.stages * job.microbatches > _MOST_ADAPTED):
-        expected = f"0 with blocks, or with more than {_MOST_ADAPTED} forwards of a pipeline"
+    if job.adapt_schedule and job.slots * job.microbatches > MOST_ADAPTED:
+        expected = f"0 with more than {MOST_ADAPTED} forwards of a pipeline"
         problems.append(Problem("adapt_schedule", expected, str(job.adapt_schedule), "use `bamboo schedule search`"))
     problems += [
         *_check_slices(job),

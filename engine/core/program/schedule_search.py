@@ -273,7 +273,7 @@ class _Greedy:
         heappush(self._events, (at, self._owner[stage]))
 
 
-_Key = tuple[int, int, int]  # kind, stage, microbatch
+_Key = tuple[int, int, int, int]  # kind, stage, microbatch, pipeline
 
 
 class _Needs(dict[Action, tuple[float, tuple[tuple[_Key, float], ...], tuple[_Key, ...]]]):
@@ -284,17 +284,17 @@ class _Needs(dict[Action, tuple[float, tuple[tuple[_Key, float], ...], tuple[_Ke
         self._profile = profile
 
     def __missing__(self, action: Action) -> tuple[float, tuple[tuple[_Key, float], ...], tuple[_Key, ...]]:
-        stage, op, microbatch, _ = action
+        stage, op, microbatch, way = action
         needs: list[tuple[_Key, float]] = []
         if op is Op.F and stage:
-            needs.append(((0, stage - 1, microbatch), self._profile.transfer[stage - 1]))
+            needs.append(((0, stage - 1, microbatch, way), self._profile.transfer[stage - 1]))
         elif op is Op.W:
-            needs.append(((1, stage, microbatch), 0.0))
+            needs.append(((1, stage, microbatch, way), 0.0))
         elif op is not Op.F:
-            needs.append(((0, stage, microbatch), 0.0))
+            needs.append(((0, stage, microbatch, way), 0.0))
             if stage + 1 < len(self._profile.forward):
-                needs.append(((1, stage + 1, microbatch), self._profile.transfer[stage]))
-        made = tuple((kind, stage, microbatch) for kind in ((1, 2) if op is Op.B else (_KIND[op],)))
+                needs.append(((1, stage + 1, microbatch, way), self._profile.transfer[stage]))
+        made = tuple((kind, stage, microbatch, way) for kind in ((1, 2) if op is Op.B else (_KIND[op],)))
         self[action] = self._profile.cost(action), tuple(needs), made
         return self[action]
 

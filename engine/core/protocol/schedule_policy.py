@@ -3,20 +3,23 @@
     votes -> usual times of stages, transfers of edges -> dry run of each named schedule -> the schedule that is wanted
 
 Rules: another schedule must save a tenth of the step. That of the job comes back where it is as quick: it was chosen.
-Two changes are twenty steps apart at least, so times that flap cost little. No slot moves, and no worker stashes more
-than the user allows. While slots are merged after a failure, no schedule orders the steps, and nothing is decided.
+Two changes are twenty steps apart at least, so times that flap cost little. The present owners stay: only schedules
+that order the runs of blocks that they have by now count, and no worker stashes more than the user allows.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 from engine.core.job.job import Job
-from engine.core.program.owners import owners_compute
-from engine.core.program.schedule_csv import is_text, lists_from_csv, placement_of
+from engine.core.job.job_rules import MOST_ADAPTED
+from engine.core.ownership import Grid, directions_of
+from engine.core.program.owners import OwnersCompute, owners_compute
 from engine.core.program.schedule_search import Profile, length_of, most_stash
-from engine.core.program.schedules import SCHEDULES, ComputeLists
+from engine.core.program.schedules import SCHEDULES
 from engine.core.protocol.events import WantedSchedule
 from engine.core.protocol.schedule_change import unfit
 from engine.core.protocol.state import Phase, State
@@ -54,34 +57,35 @@ def look(
 
 
 def measured(job: Job, state: State, times: WorkerTimes) -> Profile | None:
-    """Returns what the actions of a microbatch take in seconds; None as long as a stage or an edge is not known."""
-    slots, stages = range(job.slots), [usual(times, stage) for stage in range(job.slots)]
-    known = {stage: median(each) for stage, each in times.edges.items() if len(each) == EDGE_STEPS}
-    far = {at for at in slots[:-1] if state.owners[at] != state.owners[at + 1]}
-    pairs = [pair for pair in stages if pair is not None]
+    """Returns what the actions of a microbatch take in seconds; None as long as a slot or an edge is not known."""
+    slots, usuals = range(job.slots), [usual(times, slot) for slot in range(job.slots)]
+    known = {slot: median(each) for slot, each in times.edges.items() if len(each) == EDGE_STEPS}
+    owners = [state.owners[slot :: job.slots] for slot in slots]  # of each slot in all pipelines
+    far = {slot for slot, (here, there) in enumerate(pairwise(owners)) if here != there}
+    pairs = [pair for pair in usuals if pair is not None]
     if len(pairs) < job.slots or not far <= known.keys():
         return None
     speed = speeds(members_only(times.paces, state.members))
-    owners = [{state.owners[at] for at in range(stage, len(state.owners), job.slots)} for stage in slots]
     slower = [max(1 / speed.get(worker, 1.0) for worker in of) / job.microbatches for of in owners]
     forward = tuple(pair[0] * more for pair, more in zip(pairs, slower, strict=True))
     half = tuple(pair[1] * more / 2 for pair, more in zip(pairs, slower, strict=True))
-    return Profile(forward, half, half, tuple(known[at] if at in far else 0.0 for at in slots[:-1]))
+    return Profile(forward, half, half, tuple(known[slot] if slot in far else 0.0 for slot in slots[:-1]))
 
 
 def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     """Returns the schedule that is better than that in use, as a wish has it, and why; None if there is none."""
-    using = state.schedule or job.schedule
-    if len({*state.owners}) < job.most_workers or not owners_compute(using, job.grid, state.owners).is_scheduled:
+    grid, owners = _distinct(job, state.owners)
+    if grid.stages * grid.microbatches * grid.pipelines > MOST_ADAPTED * directions_of(job.schedule):
         return None
-    length = {"": length_of(_lists(job, job.schedule), profile)}
-    placement = placement_of(using, job.placement if not state.schedule else "auto")
+    length = {"": _length(owners_compute(job.schedule, grid, owners), profile)}
+    most = job.adapt_schedule * job.stages_per_worker * job.blocks  # of slots
     for name, schedule in SCHEDULES.items():
-        is_here = job.stages_per_worker == 1 or schedule.placement == placement
-        if name != job.schedule and is_here and not schedule.overlaps and not unfit(job, name):
-            lists = _lists(job, name)
-            if name == state.schedule or most_stash(lists) <= job.adapt_schedule * job.stages_per_worker:
-                length[name] = length_of(lists, profile)
+        if name == job.schedule or schedule.overlaps or unfit(job, name):
+            continue
+        compute = owners_compute(name, grid, owners)
+        is_used = name == state.schedule
+        if is_used or (compute.is_scheduled and most_stash(tuple(compute.program().values())) <= most):
+            length[name] = _length(compute, profile)
     now, quickest = length[state.schedule], min(length, key=length.__getitem__)
     if state.schedule and length[""] <= _AS_QUICK * length[quickest]:
         quickest = ""
@@ -93,7 +97,19 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     return quickest, reason
 
 
-def _lists(job: Job, schedule: str) -> ComputeLists:
-    if is_text(schedule):
-        return lists_from_csv(schedule)
-    return SCHEDULES[schedule](job.stages // job.stages_per_worker, job.microbatches, job.stages_per_worker)
+def _distinct(job: Job, owners: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
+    """Returns the grid and the owners of the first pipeline if all are cut alike, each by workers of its own.
+
+    With two directions it is the first pair.
+    """
+    ways = directions_of(job.schedule)
+    size = ways * job.slots
+    parts = [owners[at : at + size] for at in range(0, len(owners), size)]
+    shapes = {tuple(map([*dict.fromkeys(part)].index, part)) for part in parts}
+    if len(shapes) > 1 or sum(len({*part}) for part in parts) > len({*owners}):
+        return job.grid, owners
+    return replace(job.grid, pipelines=ways), parts[0]
+
+
+def _length(compute: OwnersCompute, profile: Profile) -> float:
+    return length_of(tuple(compute.program().values()), profile)

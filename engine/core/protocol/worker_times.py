@@ -257,6 +257,12 @@ def heard(times: WorkerTimes, worker: int, vote: VoteMessage) -> tuple[WorkerTim
     return times._replace(sizes={**times.sizes, **sizes}) if sizes else times, changes
 
 
+def with_owners(times: WorkerTimes, owners: tuple[int, ...], *, is_planned: bool) -> WorkerTimes:
+    """Returns the times when an epoch begins; with other owners, transfers go between other workers."""
+    edges = times.edges if times.costs.owners in ((), owners) else {}
+    return times._replace(costs=after_epoch(times.costs, owners, is_planned=is_planned), edges=edges)
+
+
 def usual(times: WorkerTimes, stage: int) -> Times | None:
     """Returns the usual seconds of a stage in a step; None as long as too few steps are known."""
     known = times.stages.get(stage, ())

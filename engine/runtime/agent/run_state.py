@@ -46,7 +46,7 @@ from engine.core.messages import (
 from engine.core.monitors import NO_MONITORS, Monitors, in_words
 from engine.core.program.ballot import VoteMessage
 from engine.core.protocol.state import Sighting
-from engine.core.protocol.worker_times import PaceChange, WorkerTimes, after_commit, after_epoch, heard
+from engine.core.protocol.worker_times import PaceChange, WorkerTimes, after_commit, heard, with_owners
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle
@@ -165,8 +165,7 @@ class RunState:
             self.times = self.times._replace(costs=after_commit(self.times.costs, record.at_ns))
         elif isinstance(record, EpochRecord):
             self.epochs.append(record)
-            costs = after_epoch(self.times.costs, record.owners, is_planned=record.planned)
-            self.times = self.times._replace(costs=costs)
+            self.times = with_owners(self.times, record.owners, is_planned=record.planned)
         elif isinstance(record, GoRecord):
             self.going_at_ns = self.going_at_ns or record.at_ns
             self.launched_at_ns = self.launched_at_ns or record.at_ns
