@@ -41,7 +41,7 @@ COMMANDS = {
     "collect": "Merge the records of all hosts of a run into RUN/collected, on one clock and in causal order.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the figures that got slower.",
     "export": "Write the weights of a run for other programs: safetensors, torch, a folder of shards, or DCP.",
-    "schedule": "Show, check or export a job's program; compare schedules, search for one, or change that of a run.",
+    "schedule": "Show, check or export a job's program; compare or search schedules; switch that of a live run.",
     "checkpoint": "List the checkpoints of a run, verify every byte, delete old ones.",
     "list": "List runs, or the names a job or scenario can use.",
     "clean": "Delete the files that killed runs left behind: etcd data, temporary files, twins that no run can reuse.",

@@ -27,7 +27,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure bamboo and its peers, in
 Quick = Annotated[bool, typer.Option("--quick", help="Measure only enough to check that the benchmark works.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Results = Annotated[Path, typer.Option(help="Folder in which bench/NAME-TIME.csv is written.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Failures to measure per kind (a quarter as many power failures).")]
+Repeats = Annotated[int, typer.Option(min=1, help="Failures per kind; of power failures, a quarter as many.")]
 Case = Annotated[
     str, typer.Option(metavar="TEXT", help="Run only the case with this name, or those whose name contains it.")
 ]
@@ -71,7 +71,7 @@ _BENCHMARKS = {
     ),
     "buffers": (
         "buffers.buffer_cases",
-        "Step time and peak memory when a shadow keeps a layer's buffer, against no shadow, and against no buffer.",
+        "Step time and peak memory when shadows copy a layer's buffer, against no shadow and against no buffer.",
     ),
     "checkpoint": (
         "checkpoint.checkpoint_cases",
@@ -83,7 +83,7 @@ _BENCHMARKS = {
     ),
     "loggers": (
         "loggers.logger_cases",
-        "CPU time per step that the loggers prometheus and otel take, against the step time, and against no logger.",
+        "CPU time per step of the prometheus and otel loggers, against the step time and against no logger.",
     ),
     "notice": (
         "handover.notice_cases",

@@ -72,7 +72,7 @@ def prune(
         bool,
         typer.Option(
             "--unfinished",
-            help="Also delete unfinished checkpoints of runs that cannot be seen from here (another machine, an object "
+            help="Also delete unfinished checkpoints of runs that are not visible here (another machine, an object "
             "store). Make sure that no run is writing there.",
         ),
     ] = False,

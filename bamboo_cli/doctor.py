@@ -19,7 +19,7 @@ _STYLES = {"ok": GOOD, "warn": DOUBTFUL, "missing": BAD}
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    results: Annotated[Path, typer.Option(help="Folder in which runs would be written.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder for new runs.")] = Path("results"),
 ) -> None:
     """Check this machine: one line per check, with the fix. Exit with 4 if something required is missing."""
     from engine.harness.host_checks import check_host, exit_code

@@ -32,7 +32,7 @@ def export(
     ],
     to: Annotated[
         Literal["auto", "dcp"],
-        typer.Option("--to", help="auto: by the name of the output; dcp: a folder for torch.distributed.checkpoint."),
+        typer.Option("--to", help="auto: as the output's name says; dcp: a folder for torch.distributed.checkpoint."),
     ] = "auto",
     ema: Annotated[bool, typer.Option("--ema", help="Write the averages of the weights (`bamboo run --ema`).")] = False,
     results: Results = DEFAULT_RESULTS,
@@ -40,7 +40,7 @@ def export(
 ) -> None:
     """Write the weights of a run for other programs: safetensors, torch, a folder of shards, or DCP.
 
-    Names are those of the model's own state_dict. `bamboo run --init` starts from such a file.
+    Tensors have the names of the model's own state_dict. `bamboo run --init` starts from such a file.
     """
     from engine.harness.run_list import export_weights
 

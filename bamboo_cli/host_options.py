@@ -127,7 +127,7 @@ HostsWithin = Annotated[
         "--hosts-within",
         metavar="SECONDS",
         min=0.0,
-        help="How long to wait for all hosts to start.",
+        help="Longest wait for all hosts to start.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -156,7 +156,7 @@ BedHosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="N",
-        help="Run it on N simulated hosts (namespaces of this machine), which are removed afterwards.",
+        help="Run on N simulated hosts (namespaces on this machine), which are removed afterwards.",
         rich_help_panel=_BED,
     ),
 ]

@@ -85,7 +85,7 @@ _Pid = Annotated[
     typer.Option(
         "--attach",
         metavar="PID",
-        help="Strike another launcher's job that is already running below process PID; bamboo does not end it.",
+        help="Strike another launcher's running job, whose root process is PID; bamboo leaves the job running.",
         show_default=False,
         min=0,
     ),
@@ -93,7 +93,7 @@ _Pid = Annotated[
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; repeatable.")
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print faults, victims and moments; with --run, as of now.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print each fault with its current victim and moment.")]
 _Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)]
 
 

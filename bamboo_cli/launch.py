@@ -58,8 +58,8 @@ def launch(
     trust_code: TrustCode = False,
     name: Annotated[str, typer.Option("--name", help="Name of the run (default: the name of the job file).")] = "",
     grace_s: Grace = USUAL_GRACE_S,
-    image: Annotated[str, typer.Option("--image", help="Image of the pods: bamboo, your code and data.")] = "",
-    kind: Annotated[ObjectKind, typer.Option("--as", help="Kind of the object in Kubernetes.")] = "job",
+    image: Annotated[str, typer.Option("--image", help="Image of the pods, with bamboo, your code and data.")] = "",
+    kind: Annotated[ObjectKind, typer.Option("--as", help="Kind of Kubernetes object.")] = "job",
     extra: SbatchOptions = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write the files to DIR.")] = None,
     is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and submit them.")] = False,
@@ -67,7 +67,7 @@ def launch(
 ) -> None:
     """Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.
 
-    They start one agent per host, and losing a host does not end the others. Secrets are not printed.
+    The files start one agent per host, and losing a host does not end the others. Secrets are not printed.
     """
     names = () if (number := whole_number(hosts)) is not None or not hosts else tuple(map(str.strip, hosts.split(",")))
     plan = LaunchPlan(

@@ -36,7 +36,7 @@ def learn(
 ) -> None:
     """Write a scenario from the logs of a real failure, citing the log lines as comments.
 
-    Where the logs do not say, the scenario has a question; answer it before you run the scenario.
+    The scenario asks about anything that the logs leave open; answer its questions before you run it.
     """
     from engine.external.learn import learn as learned
     from engine.files.atomic_write import create_file

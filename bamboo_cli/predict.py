@@ -43,7 +43,7 @@ Samples = Annotated[
     typer.Option(
         "--samples",
         metavar="NAME",
-        help="An evaluation set of the data source, or training (default: its first evaluation set, else training).",
+        help="Name of an evaluation set, or training (default: the first evaluation set, else training).",
     ),
 ]
 Input = Annotated[
@@ -82,8 +82,8 @@ def predict(
 ) -> None:
     """Run a trained model over samples, forwards only, and write its merged outputs to a file.
 
-    Each sample is in the outputs once, in order. The job is that of the checkpoint; --stages, --microbatch-size and the
-    like may change. The prediction survives dead workers as training does; its run folder is in RESULTS/predictions.
+    The outputs contain each sample once, in order. The checkpoint supplies the job; --stages, --microbatch-size and the
+    like may change. Prediction survives dead workers as training does; its run folder is in RESULTS/predictions.
     """
     from engine.harness.predictions import dims_for, write_prediction
 

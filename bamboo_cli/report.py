@@ -85,7 +85,7 @@ def report(
     ] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Report on a run: tables, a self-contained page, a trace. The evidence is verified each time."""
+    """Report on a run: tables, a self-contained page, a trace. Every report verifies the evidence."""
     form = _form(form, as_json, output)
     folders = [located(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):

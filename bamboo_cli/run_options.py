@@ -40,8 +40,8 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-code",
         envvar="BAMBOO_TRUST_CODE",
-        help="Trust the code (package.module:attribute) and output folders named by a scenario, a matrix, their job "
-        "file, a checkpoint, or a ./bamboo.yaml found by default.",
+        help="Import code (package.module:attribute) and use output folders named in a scenario, a matrix, their job "
+        "file, a checkpoint or the default ./bamboo.yaml.",
     ),
 ]
 
@@ -86,7 +86,7 @@ Injectable = Annotated[
     YesNo,
     typer.Option(
         "--injectable",
-        help="Accept faults while the run is going (`bamboo inject --run`).",
+        help="Accept faults from `bamboo inject --run` during the run.",
         rich_help_panel=_PANEL,
     ),
 ]

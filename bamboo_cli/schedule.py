@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="Show, check or export a job's program; compare schedules, search for one, or change that of a run.",
+    help="Show, check or export a job's program; compare or search schedules; switch that of a live run.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
     "bamboo schedule compare --stages 8 --stages-per-worker 2  |  "
@@ -78,7 +78,7 @@ def check(
 ) -> None:
     """Verify that a program is complete, ordered and free of deadlock. If not, print the broken rules and exit with 1.
 
-    A wrong `--schedule FILE.csv` is a mistake in the job, so it exits with 2.
+    An invalid `--schedule FILE.csv` is a mistake in the job: exit with 2.
     """
     from engine.core.job.partition import initial_program
     from engine.core.program.build import from_csv
@@ -329,7 +329,7 @@ def _read(path: Path) -> str:
 def use(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A schedule that fits the run, or own: back to the job's schedule."),
+        typer.Argument(metavar="NAME", help="A schedule that fits the run; own: back to the job's own schedule."),
     ],
     run: Annotated[
         str,
@@ -338,7 +338,7 @@ def use(
     results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = Path("results"),
     as_json: AsJson = False,
 ) -> None:
-    """Let a live run use another schedule from the next step boundary on; its bits stay the same."""
+    """Switch a live run to another schedule at the next step boundary; its bits stay the same."""
     from engine.harness.use_schedule import use_schedule
 
     folder, epoch, step = use_schedule(results, run, name)

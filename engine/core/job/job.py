@@ -70,16 +70,16 @@ class Job:
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
         1,
-        "blocks per stage, each with its own owner and shadow; kills and scenarios then name blocks, not stages; "
-        "elastic jobs usually default to 4",
+        "blocks per stage, each with its own owner and shadow; kills and scenarios then name blocks, not stages; the "
+        "default is 4 for most elastic jobs",
     )
     elastic: bool = described(
-        False, "move stages (with --blocks: blocks) between workers after one is lost or leaves; best with --blocks"
+        False, "move stages (with --blocks: blocks) between workers when one is lost or leaves; best with --blocks"
     )
     adapt_schedule: int = described(
         0,
-        "switch to another schedule once measured times predict a step at least 10 % shorter, if it stashes at most N "
-        "microbatches per worker; 0 = never",
+        "switch to another schedule once measured times predict steps at least 10 % shorter with it; it may stash at "
+        "most N microbatches per worker; 0 = never",
     )
     standby: int = described(
         0, "extra workers, with code and data loaded, that replace dead ones; makes the job elastic"
@@ -89,13 +89,13 @@ class Job:
     microbatch_size: int = described(4, "samples per microbatch")
     slices: int = described(
         1,
-        "slices of a microbatch along the sequence, for less activation memory (Seq1F1B); each counts as a microbatch "
-        "of the program; needs layers with a method forward_slice, such as those of gpt; changes bits",
+        "slices per microbatch along the sequence, to save activation memory (Seq1F1B); the program treats each as a "
+        "microbatch; needs layers with a forward_slice method, such as those of gpt; changes bits",
     )
     steps: int = described(80, "optimizer steps")
     epochs: int = described(
         0,
-        "passes over a finite training set; the number of steps follows from it; 0 = use steps",
+        "passes over a finite training set, which determine the number of steps; 0 = use steps",
     )
     schedule: str = described(
         "1f1b",
@@ -137,14 +137,14 @@ class Job:
     scaler_args: Args = described(dict, "arguments of the float16 loss scale, such as growth_interval")
     loss_normalisation: LossNormalisation = described(
         "microbatches",
-        "how the loss of a step is averaged: over its microbatches, or over its tokens, which are all targets but "
-        "those equal to -100; next-tokens: the same for a loss that shifts its targets by one",
+        "how the loss of a step is averaged: over its microbatches, or over its tokens (targets that are not -100); "
+        "next-tokens: the same for a loss that shifts its targets by one",
     )
     partition: str = described("uniform", PARTITION_FORMS)
     split: str = described(
         "",
-        "how to split a module that is not an nn.Sequential: submodule names such as blocks.*, or a number of equal "
-        "pieces; default: its repeated submodules",
+        "where to split a module that is not an nn.Sequential: at submodules such as blocks.*, or into N equal pieces; "
+        "default: at its repeated submodules",
     )
     redundancy: Redundancy = described(
         "lazy",
@@ -178,13 +178,13 @@ class Job:
     )
     offload: OffloadPlace = described(
         "none",
-        "host: copy activations saved for the backward to host memory and back, as many as overlap with compute; none: "
-        "keep them on the device",
+        "host: copy as many activations saved for the backward to host memory and back as overlap with compute; none: "
+        "keep all on the device",
     )
     offload_time: float = described(
-        0.5, "with --offload host: time to copy what one forward saves, as a multiple of the time of that forward"
+        0.5, "with --offload host: time to copy the activations of one forward, in units of that forward's time"
     )
-    deterministic: bool = described(True, "the deterministic settings of torch and CUDA; changes bits")
+    deterministic: bool = described(True, "use the deterministic settings of torch and CUDA; changes bits")
     backend: Backend = described("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
     seed: int = described(0, "seed of weights, data and dropout")
     init: str = described(
@@ -194,7 +194,7 @@ class Job:
     threads: int = described(1, "compute threads per worker; changes bits")
     check_pure: bool = described(
         True,
-        "the pre-training check that rejects layers whose results depend on more than weights, buffers and inputs",
+        "before training, reject layers whose results depend on anything but weights, buffers and inputs",
     )
     audit: int = described(1, "hash weights and optimizer state every N steps; 0 = off")
     layer_norms: int = described(0, "record the gradient norm of each layer every N steps; 0 = off")
@@ -203,7 +203,7 @@ class Job:
         8, "microbatches that a validation takes from each evaluation set; 0 = every sample once"
     )
     predict_args: Args = described(
-        dict, "set by bamboo predict: samples, rows, file; only forwards run, over these samples"
+        dict, "set by bamboo predict, which runs only forwards over these samples: samples, rows, file"
     )
     metrics: str = described(
         "", "validation metrics, comma-separated: accuracy, perplexity, NAME=package.module:function (trusted code)"
@@ -215,10 +215,10 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for this long, or for 10x its slowest recent action if longer; five times "
-        "as long while it uses the CPU",
+        "evict a worker stuck in one action for this long, or for 10x its slowest recent action if that is longer; a "
+        "worker that uses the CPU gets five times as long",
     )
-    silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
+    silent_after: str = described("5s", "evict a worker that has been stopped or silent for this long")
     checkpoint_every: str = described(
         "10m",
         "write a checkpoint every N steps (100), epochs (1epoch) or minutes (10m), and at the end; end = only at the "
