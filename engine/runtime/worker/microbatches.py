@@ -296,7 +296,8 @@ class MicrobatchLoader:
         first = self._first.get(action)
         if first is None:
             return self._called(step, action)
-        batch, left = self._whole.pop(first, None) or (self._called(step, first), self._num_cut[first])
+        whole = self._whole.pop(first, None)
+        batch, left = (self._called(step, first), self._num_cut[first]) if whole is None else whole
         if left > 1:
             self._whole[first] = batch, left - 1
         return batch
