@@ -64,4 +64,4 @@ def test_an_heir_with_the_list_of_whole_microbatches_is_caught(monkeypatch: pyte
         Team, "line_of", lambda team, name, worker, number, slices: right(team, name, worker, number, 1)
     )
     killed = (Fault(1, "moment", 4),)
-    caught([Case(3, 2, schedule="zb1p", slices=2, log_every=2, steps=1, faults=killed)], "deadlock: worker 2: 2I0")
+    caught([Case(3, 2, schedule="zb1p", slices=2, log_every=2, steps=2, faults=killed)], "deadlock: worker 2: 2I0")
