@@ -227,6 +227,19 @@ def test_what_is_kept_for_a_link_that_another_one_replaces_is_a_failure(linked: 
     assert isinstance(one.failed, TransferFailedError) and one.failed.peer == 1
 
 
+def test_what_was_sent_over_a_link_that_its_peer_has_closed_is_a_failure(linked: Linked) -> None:
+    """The sender has not seen the close: the peer, which has a new link, would wait for a message that is lost."""
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    one = linked.enter_one(0, 1)
+    one.in_order.send(1, KEY, number(2))
+    linked.links[1]._close(linked.links[1]._links[0])
+    other = linked.enter_one(1, 1)
+    other.in_order.send(0, OTHER, number(3))
+    linked.links[0]._adopt_given()
+    assert isinstance(one.failed, TransferFailedError) and one.failed.peer == 1
+
+
 def frame(**fields: int) -> bytes:
     return Frame(
         **({"epoch": 0, "key": 8, "total": 100, "start": 0, "length": 100, "offset": INLINE} | fields)

@@ -226,8 +226,8 @@ class Links:
         with self._making:
             link = self._links.get(peer)
             if link is None or link.ends is not None:
-                if link is not None:
-                    is_missed = link.owes
+                if link is not None:  # its peer has closed it, and may not have read what was sent
+                    is_missed = link.owes or link.sent_in == self._mailbox.epoch
                     self._close(link)
                     self._mailbox.forget(peer)
                     if self._party is not None and is_missed:

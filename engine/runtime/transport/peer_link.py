@@ -197,6 +197,7 @@ class PeerLink:
         self.peer = peer
         self.ends: Ends | None = None
         self.is_broken = self.awaits_room = self.is_retried = False
+        self.sent_in = -1  # the epoch of the newest message
         self._mailbox, self._room_of, self._on_arrival = mailbox, room_of, on_arrival
         self._incoming: Incoming[memoryview] = Incoming(self._room_for)
         self._reader = FrameReader(self._sink, self._end_piece)
@@ -228,6 +229,7 @@ class PeerLink:
     def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
         """Starts to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
         with self._lock:
+            self.sent_in = epoch
             ends, is_of_state = self.ends, is_state(key)
             is_queued = self._kept or self._rest or is_of_state
             if ends is None or is_queued or len(parts) != 1 or len(parts[0]) > INLINE_BYTES:
