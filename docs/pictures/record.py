@@ -70,10 +70,19 @@ def terminal_of(command: list[str], folder: Path) -> list[str]:
     return shown
 
 
+def screenshot(page: Path, picture: Path, size: tuple[int, int]) -> None:
+    """Has a headless chromium write a picture of a page, in pixels of width and height; exits if there is none."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit(f"found no chromium: {picture.name} stays as it is")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={size[0]},{size[1]}"]
+    options += ["--virtual-time-budget=8000", f"--screenshot={picture}"]
+    subprocess.run([chromium, *options, page.as_uri()], check=True, stderr=subprocess.DEVNULL)
+
+
 def main() -> None:
     """Writes both pictures."""
     bamboo = str(Path(sys.executable).parent / "bamboo")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = terminal_of([bamboo, *COMMAND], folder)
@@ -84,12 +93,8 @@ def main() -> None:
         svg = FONT_FACE.sub("", console.export_svg(title="bamboo run"))
         (PICTURES / "live-table.svg").write_text(svg, encoding="utf-8")
         subprocess.run([bamboo, "report"], cwd=folder, check=True)
-        if chromium is None:
-            sys.exit("found no chromium: timeline.png stays as it is")
         page = (folder / "results" / "latest").resolve() / "report.html"
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,860"]
-        options += ["--virtual-time-budget=8000", f"--screenshot={PICTURES / 'timeline.png'}"]
-        subprocess.run([chromium, *options, page.as_uri()], check=True, stderr=subprocess.DEVNULL)
+        screenshot(page, PICTURES / "timeline.png", (1200, 860))
 
 
 if __name__ == "__main__":
