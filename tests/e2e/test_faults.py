@@ -24,6 +24,7 @@ from engine.runtime.faults.registry import kinds
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import in_one_stage
 from tests.e2e.recorded import events_of
+from tests.soaked import soaked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
@@ -105,11 +106,6 @@ def check(struck: Struck, rows: Any, *out: int) -> None:
     assert struck.out == list(out)
     assert struck.rows == rows
     assert miscounted(struck.history, struck.history.job) == []
-
-
-def soaked(*values: Any) -> Any:
-    """Returns the values of a parameter that `make soak-tests` has."""
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(

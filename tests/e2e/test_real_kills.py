@@ -29,6 +29,7 @@ from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, pairs, plan_
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives, not_as_forecast
 from tests.e2e.recorded import events_of
 from tests.kills import parse_kill, parse_kills
+from tests.soaked import soaked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_etcd")]
 
@@ -131,11 +132,6 @@ def test_every_sort_of_kill_is_in_the_suite() -> None:
     assert pairs(short) == pairs(SORTS)
     assert {setting for setting, _ in sample()} == set(SHORT)
     assert {job_of(setting).redundancy for setting in SHORT} == KINDS.keys()
-
-
-def soaked(*values: Any) -> Any:
-    """Returns the values of a parameter that `make soak-tests` has."""
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize("setting", SHORT)

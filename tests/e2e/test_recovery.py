@@ -24,6 +24,7 @@ from tests.e2e.kill_forecast import in_one_stage
 from tests.e2e.launcher import Launcher
 from tests.e2e.recorded import events_of
 from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
+from tests.soaked import soaked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -109,11 +110,6 @@ def check(recovered: Recovered, expected: tuple[object, ...], *verdicts: list[in
 
 
 Faultless = Callable[..., tuple[object, ...]]
-
-
-def soaked(*values: Any) -> Any:
-    """Returns the values of a parameter that `make soak-tests` has; tests of kills and faults have theirs too."""
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
