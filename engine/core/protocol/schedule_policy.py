@@ -19,7 +19,7 @@ from engine.core.job.job_rules import MOST_ADAPTED
 from engine.core.ownership import Grid, directions_of
 from engine.core.program.owners import OwnersCompute, owners_compute
 from engine.core.program.schedule_search import Profile, length_of, most_stash
-from engine.core.program.schedules import SCHEDULES
+from engine.core.program.schedules import SCHEDULES, ComputeLists
 from engine.core.protocol.events import WantedSchedule
 from engine.core.protocol.schedule_change import unfit
 from engine.core.protocol.state import Phase, State
@@ -77,15 +77,17 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     grid, owners = _distinct(job, state.owners)
     if grid.stages * grid.microbatches * grid.pipelines > MOST_ADAPTED * directions_of(job.schedule):
         return None
-    length = {"": _length(owners_compute(job.schedule, grid, owners), profile)}
+    length = {"": length_of(_lines(owners_compute(job.schedule, grid, owners)), profile)}
     most = job.adapt_schedule * job.stages_per_worker * job.blocks  # of slots
     for name, schedule in SCHEDULES.items():
         if name == job.schedule or schedule.overlaps or unfit(job, name):
             continue
-        compute = owners_compute(name, grid, owners)
-        is_used = name == state.schedule
-        if is_used or (compute.is_scheduled and most_stash(tuple(compute.program().values())) <= most):
-            length[name] = _length(compute, profile)
+        compute, is_used = owners_compute(name, grid, owners), name == state.schedule
+        if not (is_used or compute.is_scheduled):
+            continue
+        lines = _lines(compute)
+        if is_used or most_stash(lines) <= most:
+            length[name] = length_of(lines, profile)
     now, quickest = length[state.schedule], min(length, key=length.__getitem__)
     if state.schedule and length[""] <= _AS_QUICK * length[quickest]:
         quickest = ""
@@ -111,5 +113,5 @@ def _distinct(job: Job, owners: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]
     return replace(job.grid, pipelines=ways), parts[0]
 
 
-def _length(compute: OwnersCompute, profile: Profile) -> float:
-    return length_of(tuple(compute.program().values()), profile)
+def _lines(compute: OwnersCompute) -> ComputeLists:
+    return tuple(compute.program().values())
