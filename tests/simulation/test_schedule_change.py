@@ -88,9 +88,10 @@ def test_a_worker_that_repairs_the_schedule_of_the_job_is_caught(monkeypatch: py
     def wrong(grid: Any, schedule: str, told: PlanMessage) -> Any:
         return plan_epoch(grid, schedule, replace(told, schedule=""))._replace(document=told)
 
+    cases = list(kills(replace(PLAIN, faults=(THERE,)), 3))
     plans.forget()
     monkeypatch.setattr(plans, "plan_epoch", wrong)
     try:
-        caught(kills(replace(PLAIN, faults=(THERE,)), 3), "")
+        caught(cases, "")
     finally:
         plans.forget()
