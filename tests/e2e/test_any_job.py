@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ def test_a_job_that_runs_already_is_struck_and_left_running(launch: Launch, tmp_
     )
     (tmp_path / "reports").mkdir()
     environment = {**os.environ, "BAMBOO_PROGRESS": str(tmp_path / "reports")}
-    with subprocess.Popen([*TOY, str(tmp_path), "9999", "0"], env=environment) as job:
+    with subprocess.Popen([*TOY, str(tmp_path), "9999", "0"], env=environment) as job, ExitStack() as stack:
+        stack.callback(job.terminate)  # if an assertion fails too: the job has no end of its own
+        while not list((tmp_path / "reports").glob("1-*")):
+            time.sleep(0.01)
         done = launch("inject", str(tmp_path / "pause.yaml"), "--attach", str(job.pid), "--json").wait()
         (run,) = json.loads(done.stdout)["runs"]
         assert (done.code, run["verdict"]) == (0, "passed"), done.stderr
@@ -113,7 +117,6 @@ def test_a_job_that_runs_already_is_struck_and_left_running(launch: Launch, tmp_
         while (tmp_path / "step-1").read_text() == reached and time.monotonic() < until_s:
             time.sleep(0.01)
         assert (tmp_path / "step-1").read_text() != reached
-        job.terminate()
 
 
 OWN_LAUNCHER = """
