@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from engine.core.job.job import Job
 from engine.core.messages import Evaluation
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs
 from tests.e2e.plain_loop import PlainLoop, Texts
@@ -32,17 +36,31 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     return Runs(tmp_path_factory.mktemp("slices"), server)
 
 
-def test_kills_between_the_slices_of_a_microbatch_change_no_bit(runs: Runs) -> None:
-    """A worker dies between the two backwards of a microbatch, another one between its two forwards."""
-    loop, rows, validations = PlainLoop(JOB), list[Texts](), dict[int, tuple[Evaluation, ...]]()
-    for step in range(JOB.steps):
+def assert_like_a_plain_loop(job: Job, ending: Ending) -> None:
+    """Compares losses, hashes and validations of a run with those of a loop over the slices in one process."""
+    assert ending.error is None, ending.error
+    loop, rows, validations = PlainLoop(job), list[Texts](), dict[int, tuple[Evaluation, ...]]()
+    for step in range(job.steps):
         rows += loop.step(step)
         if step % 2:
             validations[step] = loop.validate()
-    kills = ["1:1:B:2:after", "3:0:F:3:before"]
-    ending, events = runs.run(JOB, parse_kills(kills, JOB))
-    assert ending.error is None, ending.error
     assert [row.texts() for row in ending.view.run_state.rows] == rows
     assert ending.view.run_state.validations == validations
+
+
+def test_kills_between_the_slices_of_a_microbatch_change_no_bit(runs: Runs) -> None:
+    """A worker dies between the two backwards of a microbatch, another one between its two forwards."""
+    kills = ["1:1:B:2:after", "3:0:F:3:before"]
+    ending, events = runs.run(JOB, parse_kills(kills, JOB))
+    assert_like_a_plain_loop(JOB, ending)
     assert [event["of"] for event in events if event["event"] == "fault"] == [1, 0]
     assert {event["action"] for event in events if event["event"] == "action"} >= {"0B5", "2F5"}
+
+
+def test_a_waiting_worker_takes_blocks_whose_slices_had_begun(runs: Runs) -> None:
+    """The owner of two blocks dies between two backwards; the waiting worker owns blocks two steps later."""
+    job = replace(JOB, stages=2, blocks=2, elastic=True, standby=1, steps=8)
+    ending, events = runs.run(job, parse_kills(["2:3:B:2:after"], job))
+    assert_like_a_plain_loop(job, ending)
+    owners = [Counter[int](event["owners"]) for event in events if event["event"] == "epoch"]
+    assert owners == [{0: 2, 1: 2}, {0: 4}, {0: 2, 2: 2}]

@@ -12,7 +12,16 @@ from engine.core.program.teams import Team
 from engine.core.protocol.state import Phase
 from tests.simulation.case import Case, Fault
 from tests.simulation.planting import all_well, caught, kills
-from tests.simulation.schedules import changing_case, inside_case, parting_case, random_case, single_kills
+from tests.simulation.schedules import (
+    changing_case,
+    inside_case,
+    joining_case,
+    moving_case,
+    parting_case,
+    random_case,
+    single_kills,
+    waiting_case,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_answers")
 
@@ -25,7 +34,8 @@ CASES = (
     Case(4, 4, 2, stages_per_worker=2, schedule="interleaved", slices=2, ties=((0, 3),), steps=2),
     Case(4, 6, stages_per_worker=2, schedule="v-half", slices=2, level=2, steps=2),
 )
-HISTORIES = 48
+HISTORIES = 63
+FAMILIES = (random_case, parting_case, inside_case, changing_case, moving_case, joining_case, waiting_case)
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.soak)])
@@ -38,18 +48,20 @@ def test_a_death_at_a_moment_of_the_first_step(case: Case, stride: int) -> None:
 
 
 def random_histories(first: int, last: int) -> Iterator[Case]:
-    """Yields the random cases of numbers, with slices: deaths, hand-overs in and between steps, other schedules."""
+    """Yields the random cases of numbers, with slices: deaths, hand-overs, other schedules, moves, joins, spares."""
     for number in range(first, last):
-        made, slices = (random_case, parting_case, inside_case, changing_case)[number % 4](number), 2 + number // 4 % 2
+        made, slices = FAMILIES[number % len(FAMILIES)](number), 2 + number // len(FAMILIES) % 2
         microbatches = slices * min(made.microbatches, 3)
-        yield replace(made, slices=slices, microbatches=microbatches, log_every=slices * made.log_every, blocks=1)
+        yield replace(made, slices=slices, microbatches=microbatches, log_every=slices * made.log_every, fsdp=0)
 
 
 @pytest.mark.parametrize("last", [HISTORIES, pytest.param(4000, marks=pytest.mark.soak)])
-def test_slices_among_deaths_notices_and_changes_of_the_schedule(last: int) -> None:
+def test_slices_among_all_that_can_happen_to_a_job(last: int) -> None:
     histories = all_well(random_histories(0, last))
     turns = set().union(*(each.turns for each in histories))
     assert {"forward is redone", "backward is redone", "another schedule is in use"} <= turns
+    assert {"slot moves to its wanted owner", "waiting worker becomes a member"} <= turns
+    assert any(each.case.blocks > 1 and each.struck for each in histories)
 
 
 def test_a_plan_that_takes_the_slices_in_one_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,9 +259,6 @@ def _check_slices(job: Job) -> list[Problem]:
         ("residuals", "auto or recompute", job.residuals == "ship", "a residual has the states of earlier slices"),
         ("loss_normalisation", "microbatches", job.loss_normalisation != "microbatches", "a loss sees one slice"),
         ("adapt_schedule", "0", job.adapt_schedule > 0, "times are compared for whole microbatches"),
-        ("blocks", "1", job.blocks > 1, "states are kept for whole stages"),
-        ("elastic", "false", job.elastic, "states are kept until a stage's owner dies"),
-        ("standby", "0", job.standby > 0, "states are kept until a stage's owner dies"),
         ("schedule", f"none of {', '.join(unsliced)}", job.schedule in unsliced, "slices have not been tried with it"),
     )
     return [
