@@ -140,6 +140,15 @@ def test_records_that_wait_for_a_disk_take_a_bounded_memory(tmp_path: Path, monk
             os.close(fd)
 
 
+def test_the_message_says_how_the_process_has_ended(tmp_path: Path) -> None:
+    with scribe_for(is_in_process=False) as scribe:
+        folder = scribe.make_run_folder(str(tmp_path), "mlp", print)
+        assert scribe._child is not None
+        scribe._child.signal(signal.SIGKILL)
+        with pytest.raises(StorageError, match=r"the process that writes the files of the run has ended \(signal 9\)"):
+            scribe.write(folder.run_json, "{}")
+
+
 def _fails(error: Exception) -> None:
     raise error
 

@@ -137,6 +137,7 @@ def threaded(name: str, work: Callable[[int], object]) -> StartAway:
 
 def _become(name: str, work: Callable[[int], object], fd: int) -> NoReturn:
     """Does the work in the fork: with no signal, no terminal and no descriptor of this process but one."""
+    code = 1
     try:
         for number in _OF_THIS_PROCESS:
             signal.signal(number, signal.SIG_IGN)
@@ -150,8 +151,9 @@ def _become(name: str, work: Callable[[int], object], fd: int) -> NoReturn:
         name_process(name)
         blank_environment()
         work(fd)
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def answered(place: str, work: Callable[[], Any], limit_s: float = 0.0) -> Any:
@@ -379,7 +381,9 @@ class Orders(HelperProcess):
 
     def _lose(self) -> None:
         if not self.why:
-            self._give_up_with("the process that writes the files of the run has ended")
+            code = None if self._child is None else self._child.wait(_GONE_S)
+            how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
+            self._give_up_with(f"the process that writes the files of the run has ended{how}")
 
     def _stop_waiting(self, limit_s: float) -> None:
         self._give_up_with(f"{self.place!r} has not answered for {limit_s:.3g} s")
