@@ -349,24 +349,33 @@ class Referee:
         return numbers.get("rank", numbers.get("local_rank"))
 
     def _act(self, now: int) -> None:
-        """Strikes with the faults that are due, sends the signals that are, and looks for the effects of faults."""
+        """Strikes with the faults that are due, sends the signals that are, and looks for the effects of faults.
+
+        It looks before a signal ends an effect, which on a busy machine nobody would see else.
+        """
+        self._look()
         for fault in self._pending.due(self._view, now):
             self._begin(fault)
         while self._queue and self._queue[0][0] <= now_ns():
             _, _, strike, timed = heapq.heappop(self._queue)
             self._send(strike, timed)
+        self._look()
+        for ongoing in [*self._ongoing]:
+            if now_ns() >= ongoing.until_ns:
+                ongoing.effect.end()
+                self._ongoing.remove(ongoing)
+
+    def _look(self) -> None:
+        """Notes the effects that show by now."""
         for strike in self._strikes:
             if not strike.is_seen and all(self._shows(strike, victim) for victim in strike.victims):
                 strike.is_seen = True
                 how = "the process has ended" if strike.victims[0].has_ended else "the process stands still"
                 self._note(EffectSeen(now_ns(), strike.fault.id, how))
-        for ongoing in [*self._ongoing]:
+        for ongoing in self._ongoing:
             if not ongoing.is_seen and (how := ongoing.effect.seen()):
                 ongoing.is_seen = True
                 self._note(EffectSeen(now_ns(), ongoing.fault.id, how))
-            if now_ns() >= ongoing.until_ns:
-                ongoing.effect.end()
-                self._ongoing.remove(ongoing)
 
     def _begin(self, fault: ExternalFault) -> None:
         group = fault.target.group
@@ -396,14 +405,18 @@ class Referee:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 
     def _send(self, strike: _Strike, timed: TimedSignal) -> bool:
-        """Sends a signal to all victims and plans the next one; returns whether any victim lived."""
+        """Sends a signal to all victims and plans the next one; returns whether any victim lived.
+
+        The time to the next one counts from this one: a stop that comes late lasts as long as another.
+        """
         if timed.number == signal.SIGSTOP and self._stopping_fd >= 0:
             os.write(self._stopping_fd, "".join(f"{victim.pid}\n" for victim in strike.victims).encode())
         has_reached = [victim.send(timed.number) for victim in strike.victims]
         strike.last = timed.number
         following = next(strike.signals, None)
         if following is not None and any(has_reached):
-            heapq.heappush(self._queue, (strike.at_ns + following.after_ns, next(self._order), strike, following))
+            at_ns = now_ns() + following.after_ns - timed.after_ns
+            heapq.heappush(self._queue, (at_ns, next(self._order), strike, following))
         return any(has_reached)
 
     def _shows(self, strike: _Strike, victim: JobProcess) -> bool:

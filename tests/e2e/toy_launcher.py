@@ -2,8 +2,8 @@
 
     toy_launcher.py FOLDER [STEPS RESTARTS [PRELUDE]]
 
-A rank counts steps of 20 ms from the newest one of both, and reports them as `bamboo.progress` does. With a
-prelude each rank starts a program that outlives it.
+A rank counts steps of 20 ms from the newest one of both, and reports them as `bamboo.progress` does, before it notes
+them. With a prelude each rank starts a program that outlives it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def train(folder: Path, steps: int, prelude: str) -> None:
     report = Path(os.environ["BAMBOO_PROGRESS"]) / f"{rank}-{os.getpid()}.jsonl"
     for step in range(first, steps):
         time.sleep(0.02)
+        line = {"t_ns": time.monotonic_ns(), "pid": os.getpid(), "rank": rank, "step": step, "loss": 1.0}
+        with report.open("a") as file:  # first: a rank that is killed here does the step again, and none is lost
+            file.write(json.dumps(line) + "\n")
         own.with_suffix(".new").write_text(str(step))
         own.with_suffix(".new").replace(own)
         while int(other.read_text() if other.exists() else -1) < step:
             time.sleep(0.001)
-        line = {"t_ns": time.monotonic_ns(), "pid": os.getpid(), "rank": rank, "step": step, "loss": 1.0}
-        with report.open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
     """Starts the ranks, and all of them once more when one fails."""
-    folder, (steps, restarts) = Path(sys.argv[1]), map(int, sys.argv[2:4] or ("60", "1"))
+    folder, (steps, restarts) = Path(sys.argv[1]), map(int, sys.argv[2:4] or ("150", "1"))
     prelude = "".join(sys.argv[4:])
     if "RANK" in os.environ:
         train(folder, steps, prelude)
