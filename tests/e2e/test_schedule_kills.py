@@ -109,7 +109,9 @@ def strike_all(runs: Runs, schedule: str, numbers: Iterable[int]) -> None:
         assert runs.strike(job_of(schedule, number), [kill]) == [], (number, kill.text)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("schedule", "number"), [("interleaved", 1), ("zbv", 6)])
 def test_nothing_comes_of_it_where_layers_have_state_of_all_kinds(runs: Runs, schedule: str, number: int) -> None:
+    """In `make test`, `test_state_kills.py` has this model under each of these schedules, with a kill."""
     kill = kill_of(schedule, number)
     assert runs.strike(job_of(schedule, number, ALL_KINDS), [kill]) == [], kill.text
