@@ -172,3 +172,8 @@ class EncoderDecoder(nn.Module):
 
 def encoder_decoder(*, levels: int = 4) -> EncoderDecoder:
     return EncoderDecoder(levels)
+
+
+def perceptron() -> nn.Module:
+    """Returns a model for vectors of 32 features."""
+    return nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))

@@ -61,7 +61,8 @@ def strikes_of(seed: int, kills: int) -> list[Strike]:
 def line_of(results: Path, steps: int) -> list[str]:
     """Returns the one line that begins the job, resumes it, and says that it is complete."""
     models = "tests.e2e.kept_models"
-    job = ["--model", f"{models}:normed", "--data", f"{models}:samples", "--trust-code", "--stages", str(_WORKERS)]
+    job = ["--model", f"{models}:normed", "--data", f"{models}:samples", "--trust-code", "--no-check-pure"]
+    job += ["--stages", str(_WORKERS)]
     job += ["--steps", str(steps), "--microbatches", "4", "--microbatch-size", "4", "--validate-every", "20"]
     return ["run", *job, "--checkpoint-every", str(EVERY), "--results", str(results), "--resume", "auto"]
 

@@ -11,6 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from engine.external.progress import ReportedSteps
 from tests.e2e.conftest import Launch
 from tests.e2e.launcher import ROOT
 
@@ -24,10 +27,17 @@ def events_in(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for line in lines if (event := json.loads(line))["event"] == kind]
 
 
-def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Launch) -> None:
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(("tests/e2e/elastic_job.py", "{folder}", "40"), id="quick"),
+        pytest.param(("docs/examples/any_job.py", "{folder}", "--steps", "40"), id="example", marks=pytest.mark.soak),
+    ],
+)
+def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Launch, job: tuple[str, ...]) -> None:
     """The job beside has the same rank in its environment. The weights are those of the run without the kill."""
     elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*elastic, "--max-restarts", "1", str(ROOT / "docs/examples/any_job.py"), "{folder}", "--steps", "40"]
+    command = [*elastic, "--max-restarts", "1", str(ROOT / job[0]), *job[1:]]
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env={**os.environ, "RANK": "1"}) as beside:
         # Else torchrun restarts the ranks with the store of the dead ones, where gloo may read an old address.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -48,6 +58,20 @@ def test_torchrun_restarts_a_killed_rank_and_no_other_job_is_struck(launch: Laun
     reports = events_in(folder, "StepReport")
     first_again = min(each["step"] for each in reports if each["process"].startswith(str(began[1])))
     assert first_again % 10 == 0 and recovery["lost_steps"] == recovery["step"] + 1 - first_again
+
+
+def test_the_example_reports_its_steps_and_resumes(tmp_path: Path) -> None:
+    """The job of the documentation, in one rank and twice in one process, which imports its optimizer once."""
+    (tmp_path / "reports").mkdir()
+    again = "import runpy, sys\nfor steps in '24':\n    sys.argv[3] = steps\n"
+    again += "    runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = "import sys; sys.argv = sys.argv[1:]\n" + again
+    job = (str(ROOT / "docs/examples/any_job.py"), str(tmp_path), "--steps", "0", "--every", "2")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = os.environ | alone | {"PYTHONPATH": str(ROOT), "BAMBOO_PROGRESS": str(tmp_path / "reports")}
+    subprocess.run([sys.executable, "-c", code, *job], env=environment, check=True, timeout=100)
+    steps = [each.step for each in ReportedSteps(tmp_path / "reports").read()]
+    assert steps == [0, 1, 2, 3], "the second time it goes on"
 
 
 def test_each_kind_of_fault_has_its_recovery(launch: Launch, tmp_path: Path) -> None:

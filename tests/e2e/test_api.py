@@ -28,6 +28,7 @@ from tests.e2e.launcher import ROOT
 from tests.runtime.test_hugging_face import folder_of
 
 MINE = """
+import time
 from torch import nn
 
 def small(width: int = 16):
@@ -35,6 +36,14 @@ def small(width: int = 16):
 
 def breaks():
     raise RuntimeError("no model today")
+
+class Slept(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.005)
+        return super().forward(x)
+
+def slow():
+    return nn.Sequential(Slept(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
 
 net = small()
 
@@ -47,8 +56,15 @@ import sys
 from engine import train
 
 def own():
+    import time
     from torch import nn
-    return nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 10))
+
+    class Slept(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.005)
+            return super().forward(x)
+
+    return nn.Sequential(Slept(32, 8), nn.Linear(8, 10))
 
 {guard}
     run = train(own, stages=2, steps=100_000, quiet=True, in_process=True)
@@ -74,7 +90,7 @@ def test_a_run_is_killed_from_outside_read_and_stopped() -> None:
     import mine  # type: ignore[import-not-found]
 
     steps: list[StepDone] = []
-    run = train(mine.small, stages=3, steps=100_000, events_max="20MB", callbacks=[steps.append], quiet=True)
+    run = train(mine.slow, stages=3, steps=100_000, events_max="20MB", callbacks=[steps.append], quiet=True)
     with pytest.raises(TimeoutError):
         run.wait(0.01)
     case = run.kill(1)
@@ -184,4 +200,4 @@ def test_a_stopped_run_is_resumed_and_broken_code_is_told_with_its_line() -> Non
     assert (again.outcome, again.plain["resumed_after"]) == ("finished", steps - 1)
     with pytest.raises(UserCodeError, match="no model today") as broken:
         train(mine.breaks, stages=2, in_process=True, quiet=True).wait()
-    assert "mine.py:8, in breaks" in str(broken.value)
+    assert "mine.py:9, in breaks" in str(broken.value)

@@ -19,7 +19,7 @@ from tests.core.test_assignment import makespan
 from tests.e2e.kill_runs import Runs, outcome_of
 from tests.e2e.test_real_kills import exits_of, fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 HALVES = [*[0] * 6, *[2] * 6]
 TIMED = Job(
@@ -31,6 +31,7 @@ TIMED = Job(
     microbatches=8,
     steps=9,
     validate_every=0,
+    check_pure=False,
 )
 # Two pipelines of four workers with three blocks each; the longest step of each number of workers, in units.
 # All blocks take equally long, also as they are measured: what a busy machine adds is little beside it.

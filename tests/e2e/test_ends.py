@@ -26,11 +26,14 @@ from tests.e2e.launcher import Launcher
 from tests.e2e.recorded import events_of
 from tests.e2e.striker import SERVER, Moment, Strike, Striker, committed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90), pytest.mark.usefixtures("shared_etcd")]
 
 STEPS = 6
 LAST = committed(STEPS - 1)
-SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": STEPS, "validate_every": 3}
+SMALL: dict[str, Any] = {
+    **{"model": "mlp", "stages": 3, "microbatches": 4, "steps": STEPS, "validate_every": 3},
+    "check_pure": False,  # which takes longer than such a run
+}
 TWICE: dict[str, Any] = {"stages": 2, "pipelines": 2}
 ALONE: dict[str, Any] = {"validate_every": 0}  # no worker waits for the others to finish
 SILENCE = "2s"  # longer than a busy machine keeps a healthy worker from running

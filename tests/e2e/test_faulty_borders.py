@@ -21,9 +21,13 @@ from engine.runtime.process.thread_server import ThreadServer
 from tests.e2e.kill_runs import Event, Runs, differences
 from tests.kills import parse_kill
 
+pytestmark = pytest.mark.usefixtures("shared_etcd")
 DEADLINE_S = 3.0
 BUSY_STEPS = 30  # on a busy machine, whose steps take more than 100 ms, as many of them: an edge is dark after twenty
-SMALL: dict[str, Any] = {"model": "mlp", "model_args": {"width": 16, "depth": 6}, "microbatches": 4, "steps": 22}
+SMALL: dict[str, Any] = {
+    **{"model": "mlp", "model_args": {"width": 16, "depth": 6}, "microbatches": 4, "steps": 22},
+    "check_pure": False,
+}
 # by the number of pipelines: the stages of one, and the slots (pipeline and stage) before the three borders
 SHAPES = {1: (6, ((0, 0), (0, 2), (0, 4))), 2: (4, ((0, 0), (1, 1), (0, 2)))}
 

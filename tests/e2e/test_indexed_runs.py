@@ -26,7 +26,7 @@ from tests.kills import parse_kills
 from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("shared_etcd")]
 
 PASSES = 3
 JOB: dict[str, Any] = {
@@ -38,6 +38,7 @@ JOB: dict[str, Any] = {
     "microbatch_size": 3,
     "steps": -(-PASSES * NUM_POINTS // 12),
     "validate_every": 0,
+    "check_pure": False,
 }
 
 

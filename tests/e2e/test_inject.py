@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., Launcher]
 
-JOB = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 6, "validate_every": 0}
+JOB = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 6, "validate_every": 0, "check_pure": False}
 KILL = {"id": "first", "at": {"step": 2, "stage": 1}, "do": "kill"}
 EXPECT = {
     "outcome": "recovered",
@@ -183,7 +183,7 @@ def test_what_cannot_be_done_says_why(launch: Launch, arguments: tuple[str, ...]
 def test_a_running_job_is_struck_and_goes_on(launch: Launch, scenario: Write) -> None:
     job = launch(
         *("run", "--model", "timed", "--stages", "3", "--microbatches", "4", "--steps", "5000"),
-        *("--set", "model_args.forward_ms=1", "--validate-every", "0"),
+        *("--set", "model_args.forward_ms=10", "--validate-every", "0", "--no-check-pure"),
     )
     job.wait_until(lambda: len(job.events("commit")) >= 2)
     results = ("--results", str(job.folder / "results"))

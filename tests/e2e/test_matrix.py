@@ -26,7 +26,7 @@ HEAD = """\
 version: 1
 name: controls
 about: what the harness is worth
-job: {model: mlp, stages: 3, microbatches: 2, steps: 4, validate_every: 0}
+job: {model: mlp, stages: 3, microbatches: 2, steps: 4, validate_every: 0, check_pure: false}
 expect: {outcome: recovered, trajectory: identical, culprit: exact}
 cases:
 """

@@ -12,7 +12,7 @@ from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.runtime.agent.run_state import Ending
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 P, M = 4, 6
 

@@ -15,7 +15,7 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.plain_loop import PlainLoop
 from tests.e2e.recorded import events_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 
 def test_a_handler_changes_the_order_and_no_bit(tmp_path: Path, server: ForkServer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import bamboo
 from engine.core.job.bit_fields import prediction_of
@@ -25,11 +25,15 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Runs
 from tests.e2e.launcher import ROOT
+from tests.e2e.ordinary_modules import perceptron
 from tests.e2e.recorded import events_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
-FEW: dict[str, Any] = {"microbatches": 4, "steps": 2, "warmup_steps": 1, "validate_every": 0, "checkpoint_every": "end"}
+FEW: dict[str, Any] = {
+    **{"microbatches": 4, "steps": 2, "warmup_steps": 1, "validate_every": 0, "checkpoint_every": "end"},
+    "check_pure": False,
+}
 GPT = Job(**FEW, model="gpt", model_args={"width": 16, "depth": 2, "heads": 2}, microbatch_size=2, stages=3)
 RESNET = Job(**FEW, model="resnet18", model_args={"width": 4}, microbatch_size=7, stages=3)
 KILLED_AFTER = 3  # files of outputs
@@ -101,19 +105,14 @@ def test_outputs_are_those_of_the_plain_model_with_a_kill(runs: Runs, job: Job, 
     assert torch.equal(outputs["output"], plain_outputs(loop, batches)[:count])
 
 
-def small() -> nn.Module:
-    """Returns a model for vectors of 32 features."""
-    return nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
-
-
 def test_rows_of_a_program_give_the_outputs_of_its_module(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    job = Job(**FEW, model="tests.e2e.test_predict:small", data="synthetic", microbatch_size=4, stages=2)
+    job = Job(**FEW, model="tests.e2e.ordinary_modules:perceptron", data="synthetic", microbatch_size=4, stages=2)
     ending, _ = runs.run(job)
     assert ending.error is None, ending.error
-    kept, module = str(runs.last / "checkpoints"), small().eval()
+    kept, module = str(runs.last / "checkpoints"), perceptron().eval()
     module.load_state_dict(bamboo.load_weights(kept))
     rows = torch.randn(13, 32, generator=torch.Generator().manual_seed(1))
     outputs = bamboo.predict(kept, rows, stages=3, results=str(tmp_path), trust_code=True)

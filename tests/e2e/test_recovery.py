@@ -26,7 +26,7 @@ from tests.e2e.recorded import events_of
 from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
 from tests.soaked import soaked
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 Recover = Callable[..., "Recovered"]
 
@@ -37,6 +37,7 @@ SLOW: dict[str, Any] = {
     "microbatches": 4,
     "steps": 12,  # room for a late strike on a busy machine
     "validate_every": 3,
+    "check_pure": False,
 }
 TWO_PIPELINES = {"stages": 2, "pipelines": 2}
 # A step takes some 300 ms: a task that begins with it ends before it.

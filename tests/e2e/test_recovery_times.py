@@ -18,7 +18,7 @@ from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.kills import parse_kills
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 
 def run(server: ForkServer, folder: Path, kills: list[str], **fields: Any) -> RunHistory:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,27 +22,30 @@ Train = Callable[..., Ending]
 SMALL: dict[str, Any] = {
     "microbatches": 4,
     "microbatch_size": 2,
-    "steps": 3,
+    "steps": 2,
     "warmup_steps": 1,
     "validate_every": 2,
     "validation_microbatches": 2,
 }
+# The check of pure forwards runs each of them before training; it stays on where it might leave a trace in the bits.
+QUICK: dict[str, Any] = SMALL | {"check_pure": False}
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "gpt": SMALL | {"model": "gpt", "model_args": {"width": 32}},
-    "gpt-tied": SMALL | {"model": "gpt", "model_args": {"width": 32, "tied": True}},
-    "gpt-bfloat16": SMALL | {"model": "gpt", "model_args": {"width": 32}, "dtype": "bfloat16"},
-    "resnet18": SMALL | {"model": "resnet18", "model_args": {"width": 16}, "steps": 2},
+    "gpt": QUICK | {"model": "gpt", "model_args": {"width": 32}},
+    "gpt-tied": QUICK | {"model": "gpt", "model_args": {"width": 32, "tied": True}},
+    "gpt-bfloat16": QUICK | {"model": "gpt", "model_args": {"width": 32}, "dtype": "bfloat16"},
+    "resnet18": SMALL | {"model": "resnet18", "model_args": {"width": 8}},
     "mlp": SMALL
     | {
         "model": "mlp",
         "model_args": {"dropout": 0.2, "depth": 5},
+        "steps": 3,  # one more than is validated
         "optimizer": "sgd",
         "optimizer_args": {"momentum": 0.9},
         "lr_schedule": "linear",
         "clip_norm": 0.5,
     },
-    "tuples": SMALL | {"model": "tests.e2e.user_models:tuples", "data": "synthetic"},
-    "transposing": SMALL | {"model": "tests.e2e.user_models:transposing", "data": "synthetic"},
+    "tuples": QUICK | {"model": "tests.e2e.user_models:tuples", "data": "synthetic"},
+    "transposing": QUICK | {"model": "tests.e2e.user_models:transposing", "data": "synthetic"},
     "in-place": SMALL | {"model": "tests.e2e.user_models:in_place", "data": "synthetic"},
     "all-kinds": SMALL | {"model": "tests.e2e.state_models:all_kinds", "data": "synthetic"},
 }
@@ -125,17 +127,16 @@ def test_every_cut_equals_the_plain_loop(
     assert run_state.validations == validations
 
 
-def test_a_seed_gives_the_same_run_twice_and_another_seed_another(train: Train) -> None:
-    job = Job(**WORKLOADS["gpt"], stages=2)
-    once, again, other = (rows_of(train(each)) for each in (job, job, replace(job, seed=1)))
-    assert once == again
-    assert all(a[2] != b[2] for a, b in zip(once, other, strict=True))  # every layer's weights after every step
+def test_another_seed_gives_another_run(train: Train) -> None:
+    """That a seed gives the same run again, the cuts show: each is a run of its own, and all equal one loop."""
+    other = rows_of(train(Job(**WORKLOADS["mlp"], stages=2, seed=1)))
+    assert all(a[2] != b[2] for a, b in zip(plain("mlp")[0], other, strict=True))  # weights of each layer and step
 
 
 @pytest.mark.parametrize(
     ("owners", "ranks"),
     [
-        ((0, 1, 2, 3), (0, 1, 2, 3)),
+        pytest.param((0, 1, 2, 3), (0, 1, 2, 3), marks=pytest.mark.soak),
         pytest.param((0, 1, 2, 3), (2, 0, 3, 1), marks=pytest.mark.soak),
         pytest.param((3, 1, 0, 2), (0, 1, 2, 3), marks=pytest.mark.soak),
         ((1, 2, 3, 0), (3, 2, 1, 0)),

@@ -15,7 +15,7 @@ from tests.e2e.kill_runs import Runs
 from tests.e2e.plain_loop import PlainLoop, Texts
 from tests.kills import parse_kills
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 JOB = Job(
     model="gpt",

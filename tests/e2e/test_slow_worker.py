@@ -14,7 +14,7 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, outcome_of
 from tests.e2e.test_real_kills import exits_of, fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 TIMED = Job(
     model="timed",
@@ -25,6 +25,7 @@ TIMED = Job(
     microbatches=4,
     steps=44,
     validate_every=0,
+    check_pure=False,
 )
 BEGIN_STEP = 23  # the past of each worker is long enough
 

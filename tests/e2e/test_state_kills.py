@@ -27,9 +27,10 @@ SMALL: dict[str, Any] = {
     "stages": STAGES,
     "microbatches": MICROBATCHES,
     "microbatch_size": 2,
-    "steps": 6,
+    "steps": 5,
     "validate_every": 3,
     "audit": 1,
+    "check_pure": False,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "spectral": {"model": "tests.e2e.state_models:of_kind", "model_args": {"kind": "spectral"}},

@@ -20,8 +20,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Launch = Callable[..., Launcher]
 
-RUN = ("run", "--model", "timed", "--stages", "2", "--microbatches", "2", "--steps", "5000", "--validate-every", "0")
-SLOW = (*RUN, "--set", "model_args.forward_ms=2", "--set", "model_args.backward_ms=4")
+RUN = (
+    *("run", "--model", "timed", "--stages", "2", "--microbatches", "2", "--steps", "5000", "--validate-every", "0"),
+    "--no-check-pure",
+)
+SLOW = (*RUN, "--set", "model_args.forward_ms=20", "--set", "model_args.backward_ms=40")
 
 
 def status(launcher: Launcher, *arguments: str) -> subprocess.Popen[str]:
@@ -35,7 +38,7 @@ def status(launcher: Launcher, *arguments: str) -> subprocess.Popen[str]:
 def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -> None:
     launcher = launch(*SLOW, "--injectable", "no")
     # The agent writes the workers' heartbeats to the store once a second.
-    launcher.wait_until(lambda: len(launcher.events("commit")) >= 80)
+    launcher.wait_until(lambda: len(launcher.events("commit")) >= 8)
     with status(launcher, "--watch", "--json") as watching, status(launcher) as once:
         text = once.communicate()[0].splitlines()
         assert watching.stdout is not None
@@ -48,7 +51,7 @@ def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -
     pids = {name: pid for event in launcher.events("started") for name, pid in [(event["of"], event["child"])]}
     name = launcher.run_folder.resolve().name
     assert (first["run_id"], first["phase"], first["epoch"], first["live"]) == (name, "running", 1, True)
-    assert 79 <= first["committed"] < first["num_steps"] == 5000
+    assert 7 <= first["committed"] < first["num_steps"] == 5000
     assert {each["worker"]: each["pid"] for each in first["workers"]} == pids
     assert [each["now"] for each in first["workers"]] == [[[0, 0]], [[0, 1]]]
     assert all(0 <= each["heard_s_ago"] < 2 for each in first["workers"])

@@ -23,7 +23,7 @@ from tests.e2e.launcher import Launcher
 from tests.e2e.test_real_kills import exits_of, fault
 from tests.e2e.test_restarts import Killer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("shared_etcd")]
 
 JOB = Job(
     model="mlp",
@@ -36,6 +36,7 @@ JOB = Job(
     validate_every=0,
     elastic=True,
     standby=1,
+    check_pure=False,
 )
 TIMED: Args = {"layers": 12, "forward_ms": 2, "backward_ms": 4, "width": 16}
 LONG = (

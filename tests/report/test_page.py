@@ -162,24 +162,44 @@ def test_the_time_until_a_failure_was_seen_is_filled_and_named(standard: Browser
     assert "worker 2 was killed (SIGKILL)" in standard.ask(f"{layout}.annotations.map((each) => each.text)")
 
 
-def test_waiting_is_the_quietest_colour_and_a_transfer_another_one(
-    browser: Browser, run: RunTables, tmp_path: Path
-) -> None:
-    """One colour stood for both, and on a dark page it was the brightest of all."""
-    for scheme in ("light", "dark"):
+def test_pointing_at_a_bar_names_the_action(standard: Browser, run: RunTables) -> None:
+    standard.ask("document.getElementById('timeline').scrollIntoView()")
+    action = run.actions[(run.actions["action"] == "2f3")].iloc[0]
+    middle_ms = ((action["start_ns"] + action["end_ns"]) / 2 - run.origin_ns) / 1e6
+    standard.point_at(*pixel_of(standard, middle_ms, 1))
+    said = standard.wait_for("document.querySelector('#timeline .hoverlayer .hovertext')?.textContent")
+    assert said.startswith("2f3, replayed, of a slot that was taken over")
+    assert "worker 1, step 5, epoch 2" in said
+
+
+@pytest.fixture(name="schemes", scope="module")
+def _schemes(browser: Browser, run: RunTables, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Returns the colours of the page of the usual run, light and dark: of its legend, a card, itself and a text."""
+    entries = "[...document.querySelectorAll('#legend span')].map((each) => [each.innerText, COLOUR])".replace(
+        "COLOUR", "getComputedStyle(each.querySelector('i')).backgroundColor"
+    )
+    asked = {
+        "legend": entries,
+        "card": "getComputedStyle(document.querySelector('section')).backgroundColor",
+        "back": "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)",
+        "ink": "document.querySelector('#loss .xtick text').style.fill.match(/\\d+/g).map(Number)",
+    }
+    found = {}
+    for scheme in ("dark", "light"):
         browser.prefer(scheme)
-        opened(browser, run, tmp_path)
-        entries = "[...document.querySelectorAll('#legend span')].map((each) => [each.innerText, COLOUR])".replace(
-            "COLOUR", "getComputedStyle(each.querySelector('i')).backgroundColor"
-        )
-        card = luminance(browser.ask("getComputedStyle(document.querySelector('section')).backgroundColor"))
-        away = {
-            name: abs(luminance(colour) - card) for name, colour in browser.ask(entries) if colour != "rgba(0, 0, 0, 0)"
-        }
+        opened(browser, run, tmp_path_factory.mktemp(scheme))
+        found[scheme] = {name: browser.ask(expression) for name, expression in asked.items()}
+    return found
+
+
+def test_waiting_is_the_quietest_colour_and_a_transfer_another_one(schemes: dict[str, dict[str, Any]]) -> None:
+    """One colour stood for both, and on a dark page it was the brightest of all."""
+    for scheme, found in schemes.items():
+        card = luminance(found["card"])
+        away = {name: abs(luminance(colour) - card) for name, colour in found["legend"] if colour != "rgba(0, 0, 0, 0)"}
         assert len(away) >= 5
         assert min(away, key=lambda name: away[name]) == "waiting", (scheme, away)
         assert away["transfer"] > 1.5 * away["waiting"], (scheme, away)
-    browser.prefer("light")
 
 
 def luminance(colour: str) -> float:
@@ -189,14 +209,11 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_pointing_at_a_bar_names_the_action(standard: Browser, run: RunTables) -> None:
-    standard.ask("document.getElementById('timeline').scrollIntoView()")
-    action = run.actions[(run.actions["action"] == "2f3")].iloc[0]
-    middle_ms = ((action["start_ns"] + action["end_ns"]) / 2 - run.origin_ns) / 1e6
-    standard.point_at(*pixel_of(standard, middle_ms, 1))
-    said = standard.wait_for("document.querySelector('#timeline .hoverlayer .hovertext')?.textContent")
-    assert said.startswith("2f3, replayed, of a slot that was taken over")
-    assert "worker 1, step 5, epoch 2" in said
+def test_a_dark_page_for_those_who_like_it_dark(schemes: dict[str, dict[str, Any]]) -> None:
+    lightness = {name: (sum(each["back"][:3]) / 3, sum(each["ink"][:3]) / 3) for name, each in schemes.items()}
+    for scheme, (bright, dark) in {"light": (0, 1), "dark": (1, 0)}.items():
+        assert lightness[scheme][bright] > 200, scheme
+        assert lightness[scheme][dark] < 60, scheme
 
 
 def test_the_whole_run_is_shown_as_steps_and_a_zoom_as_actions(browser: Browser, tmp_path: Path) -> None:
@@ -210,20 +227,6 @@ def test_the_whole_run_is_shown_as_steps_and_a_zoom_as_actions(browser: Browser,
     browser.ask("Plotly.relayout('timeline', { 'xaxis.range[0]': 100, 'xaxis.range[1]': 130 }).then(() => null)")
     assert browser.wait_for("document.getElementById('timeline').data.some((each) => each.name === 'forward')")
     assert browser.complaints == []
-
-
-def test_a_dark_page_for_those_who_like_it_dark(browser: Browser, run: RunTables, tmp_path: Path) -> None:
-    lightness = {}
-    for scheme in ("light", "dark"):
-        browser.prefer(scheme)
-        opened(browser, run, tmp_path)
-        back = browser.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-        ink = browser.ask("document.querySelector('#loss .xtick text').style.fill.match(/\\d+/g).map(Number)")
-        lightness[scheme] = (sum(back[:3]) / 3, sum(ink[:3]) / 3)
-    browser.prefer("light")
-    for scheme, (bright, dark) in {"light": (0, 1), "dark": (1, 0)}.items():
-        assert lightness[scheme][bright] > 200, scheme
-        assert lightness[scheme][dark] < 60, scheme
 
 
 def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) -> None:
