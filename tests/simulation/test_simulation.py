@@ -167,10 +167,11 @@ def test_a_prediction_ends_with_a_whole_pass_whoever_dies_in_it() -> None:
         assert {history.phase for history in histories} == {Phase.FINISHED}
 
 
+@pytest.mark.parametrize("every", [9, soaked(PARTS)])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_worker_leaves_and_another_dies(part: int) -> None:
+def test_a_worker_leaves_and_another_dies(part: int, every: int) -> None:
     handed = 0
-    for nth, case in enumerate(small_cases()[part::9]):
+    for nth, case in enumerate(small_cases()[part::every]):
         longer = replace(case, steps=3, log_every=nth % 2 if case.redundancy in ("lazy", "eager") else 0)
         handed += count_of(HANDED, all_well(hand_overs(longer, HAND_OVER_EVERY, nth)))
     assert handed >= HAND_OVERS
