@@ -19,9 +19,10 @@ from engine.core.action import (
     parse_action,
 )
 from engine.core.errors import ScheduleError
+from tests.looped import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     ("action", "text"),
     [
         (Action(2, Op.F, 0), "2F0"),
@@ -56,7 +57,7 @@ def test_every_op_is_of_one_kind() -> None:
     assert sorted(op for kind in kinds for op in kind) == sorted(Op)
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         *(

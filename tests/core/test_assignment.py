@@ -18,6 +18,7 @@ from engine.core.program.remaining_tasks import merged_compute
 from engine.core.protocol import assignment
 from engine.core.protocol.assignment import Assignment, assign, runs_of, step_time
 from engine.core.protocol.measured_facts import MeasuredFacts
+from tests.looped import looped
 
 MB = 10**6
 
@@ -156,8 +157,8 @@ def test_two_runs_of_a_worker_become_one_where_that_pays() -> None:
     assert makespan(found.owners, ownership.grid) == 120 < makespan(taken_over, ownership.grid)
 
 
-@pytest.mark.parametrize("num_workers", range(3, 9))
-@pytest.mark.parametrize("rounds", [1, 4, 8])
+@looped("num_workers", range(3, 9))
+@looped("rounds", [1, 4, 8])
 def test_one_worker_less_costs_little_more_than_its_share(num_workers: int, rounds: int) -> None:
     """Whichever it is; of the more microbatches, the more it costs."""
     grid = Grid(4 * num_workers, rounds * num_workers, blocks=4)
@@ -206,7 +207,7 @@ def best_of_all(num_workers: int, grid: Grid, measured: MeasuredFacts) -> float:
     )
 
 
-@pytest.mark.parametrize("seed", range(25))
+@looped("seed", range(25))
 def test_a_slow_worker_leaves_an_assignment_near_the_best(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311
     num_workers, blocks = rng.choice([(2, 2), (2, 4), (3, 1), (3, 2), (3, 3)])

@@ -15,6 +15,7 @@ from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.ballot import Ballot, Commit, SlotVote, VoteMessage, clip_factor, layer_norms, open_ballot
 from engine.core.protocol.coordinator import first_not_finite
+from tests.looped import looped
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}
@@ -188,7 +189,7 @@ def test_a_layer_without_parameters_adds_nothing() -> None:
     assert commit == Commit(0, 0.5, 0.0, 1.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("norm", "clip_norm", "factor"),
     [(4.0, 1.0, 0.25), (1.0, 1.0, 1.0), (0.5, 1.0, 1.0), (0.0, 1.0, 1.0), (1e30, 0.0, 1.0), (4.0, 2.0, 0.5)],
 )

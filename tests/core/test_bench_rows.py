@@ -29,6 +29,7 @@ from engine.bench.figures import (
     verdict_on,
 )
 from engine.core.random_key import random_key
+from tests.looped import looped
 
 MS = 1_000_000
 IDEAL_MS = (8 + 4 - 1) * 30  # P = 4, M = 8, F = 10 ms, B = 20 ms
@@ -190,6 +191,6 @@ def test_no_round_begins_that_would_end_too_late() -> None:
     assert in_turns({"a": lambda: 1}, 9, -1.0) == {"a": [1]}, "there is always one"
 
 
-@pytest.mark.parametrize(("part", "figure"), [(0.01, 1), (0.5, 3), (0.6, 3), (0.61, 4), (0.99, 5), (1.0, 5)])
+@looped(("part", "figure"), [(0.01, 1), (0.5, 3), (0.6, 3), (0.61, 4), (0.99, 5), (1.0, 5)])
 def test_a_quantile_is_the_smallest_figure_that_this_part_does_not_exceed(part: float, figure: float) -> None:
     assert at_most([5, 3, 1, 4, 2], part) == figure

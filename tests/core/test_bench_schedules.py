@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.bench.figures import REMARKS, TORCH_NAMES, schedule_job, timed_program
 from engine.bench.session import pipeline_jobs
 from engine.core.action import Op
@@ -11,6 +9,7 @@ from engine.core.job.job_rules import check_job
 from engine.core.job.partition import fresh_ownership
 from engine.core.ownership import directions_of
 from engine.core.program.schedules import SCHEDULES
+from tests.looped import looped
 
 
 def test_every_schedule_is_measured_and_has_a_peer() -> None:
@@ -27,7 +26,7 @@ def test_every_schedule_is_measured_and_has_a_peer() -> None:
         assert check_job(job) == [] and job.stages == 4 * job.stages_per_worker
 
 
-@pytest.mark.parametrize("schedule", TORCH_NAMES)
+@looped("schedule", TORCH_NAMES)
 def test_forwards_and_backwards_of_every_stage_are_timed(schedule: str) -> None:
     job = schedule_job(schedule)
     actions = [action for line in timed_program(job, fresh_ownership(job)).values() for action in line]

@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.job.bit_fields import BIT_FACTS, NEUTRAL, BitDifference, bit_differences, twin_of
 from engine.core.job.job import Job
+from tests.looped import looped
 
 FACTS: dict[str, object] = dict.fromkeys(BIT_FACTS, "a") | {"isa": ["avx2"], "host": "h"}
 DECISIVE = {
@@ -78,7 +79,7 @@ def test_the_number_of_steps_decides_bits_by_the_learning_rate_only() -> None:
     assert found({"steps": 90}, Job(lr_schedule="polynomial", lr_args={"total_iters": 70})) == []
 
 
-@pytest.mark.parametrize("name", BIT_FACTS)
+@looped("name", BIT_FACTS)
 def test_another_host_or_program_is_named(name: str) -> None:
     now = FACTS | {name: "b", "host": "other"}
     assert [each.name for each in bit_differences(asdict(Job()), FACTS, Job(), now)] == [name]

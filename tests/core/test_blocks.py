@@ -26,13 +26,14 @@ from engine.core.program.schedule_csv import rows_to_csv
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from tests.kills import parse_kills
+from tests.looped import looped
 
 KINDS = ["Embedding", *["Block"] * 10, "Head"]
 WEIGHTS = [90, *[30] * 10, 60]
 
 
-@pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:block", "4,8"])
-@pytest.mark.parametrize("blocks", [1, 2, 3])
+@looped("form", ["uniform", "parameters", "profile", "type:block", "4,8"])
+@looped("blocks", [1, 2, 3])
 def test_the_cut_into_stages_does_not_depend_on_blocks(form: str, blocks: int) -> None:
     stages = partition(form, 3, KINDS, WEIGHTS)
     starts = partition(form, 3, KINDS, WEIGHTS, blocks)
@@ -70,8 +71,8 @@ def test_each_worker_owns_the_blocks_of_its_stages() -> None:
     assert fresh_ownership(Job(stages=2, blocks=3, pipelines=2, workers=1)).owners == (0,) * 12
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("workers", "blocks", "microbatches"), [(1, 4, 1), (2, 2, 3), (4, 2, 8), (4, 4, 3)])
+@looped("schedule", SCHEDULES)
+@looped(("workers", "blocks", "microbatches"), [(1, 4, 1), (2, 2, 3), (4, 2, 8), (4, 4, 3)])
 def test_blocks_take_the_time_and_the_residuals_of_stages(
     schedule: str, workers: int, blocks: int, microbatches: int
 ) -> None:

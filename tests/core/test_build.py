@@ -17,6 +17,7 @@ from engine.core.program.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
 from tests.core.machine import Machine, drawn_by
 from tests.core.random_programs import random_healing, random_ownership
+from tests.looped import looped
 
 
 def test_program_of_two_stages() -> None:
@@ -188,8 +189,8 @@ def test_a_schedule_gives_one_slot_to_each_worker() -> None:
         on_owners(SCHEDULES["1f1b"](2, 1), Ownership(Grid(2, 1), (7, 7)))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(4, 8), Grid(3, 2, pipelines=3)])
+@looped("schedule", SCHEDULES)
+@looped("grid", [Grid(1, 1), Grid(4, 8), Grid(3, 2, pipelines=3)])
 def test_csv_round_trip(schedule: str, grid: Grid) -> None:
     ownership = with_shadows(fresh(grid), "eager", 1, range(12))
     workers = range(max(ownership.workers()) + 1)

@@ -9,12 +9,13 @@ from engine.core.faults.expansion import catch_up_points
 from engine.core.faults.fault import At
 from engine.core.job.job import Job
 from engine.core.ownership import Grid, fresh, with_shadows
+from tests.looped import looped
 
 JOB = Job(stages=3, microbatches=4, pipelines=2, redundancy="none")
 BEFORE = fresh(Grid(3, 4, 2))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("at", "backward"),
     [
         ("1F0@1", "1B0@1"),

@@ -16,6 +16,7 @@ from engine.core.checks.cell_result import (
 from engine.core.checks.expectations import Check
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.history.process_records import Result
+from tests.looped import looped
 
 GOOD, BAD, VOID = Check("faults", "passed", "a"), Check("culprit", "failed", "b"), Check("faults", "invalid", "c")
 
@@ -36,7 +37,7 @@ def test_the_worst_check_decides(checks: list[Check], judgement: tuple[str, str,
     assert judged(checks) == judgement
 
 
-@pytest.mark.parametrize(
+@looped(
     ("check", "failure"),
     [
         ("outcome", "no_recovery"),

@@ -30,11 +30,12 @@ from engine.core.checkpoint_rules import (
 from engine.core.errors import ExitCode
 from engine.core.manifest import LayerHash, Part
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from tests.looped import looped
 
 MINUTE_NS = 60 * 10**9
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "keeping"),
     [
         ("100", KeepRule(every_steps=100)),
@@ -158,7 +159,7 @@ def check_order(events: tuple[Event, ...]) -> None:
     assert after(*events) == [CompleteCheckpoint(4, HASHES, PARTS)]
 
 
-@pytest.mark.parametrize("order", list(permutations(range(4))))
+@looped("order", list(permutations(range(4))))
 def test_a_checkpoint_is_whole_with_its_last_part_or_its_hashes(order: tuple[int, ...]) -> None:
     events = (*(part(4, each) for each in PARTS), closes(4))
     check_order(tuple(events[at] for at in order))
@@ -191,7 +192,7 @@ def test_a_step_that_was_given_up_is_not_begun_again() -> None:
     assert after(*events, closes(4), *(part(4, each) for each in PARTS)) == [AbandonedCheckpoint(4, "a disk is full")]
 
 
-@pytest.mark.parametrize("number", range(1, 9))
+@looped("number", range(1, 9))
 def test_no_number_of_later_checkpoints_costs_one_whose_parts_still_come(number: int) -> None:
     steps = tuple(range(4, 4 + number))
     late = [part(step, PARTS[0]) for step in steps]

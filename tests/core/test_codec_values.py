@@ -17,6 +17,7 @@ import pytest
 from engine.codec.values import parsed, read, text_of
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Cause
+from tests.looped import looped
 from tests.test_house import ROOT
 
 
@@ -54,10 +55,9 @@ def test_a_value_has_one_text() -> None:
     assert read(TEXT, Whole, "whole") == WHOLE
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     [1e-05, 1e16, 5e-324, -0.0, 2**70, "\u00e9\x7f\u2028\ud800\n/", [None, True], {"b": 1, "a": "\x00"}],
-    ids=ascii,
 )
 def test_a_text_is_that_of_the_standard_library_in_each_byte(value: Any) -> None:
     """Hashes of older manifests and comparisons of records depend on it: msgspec writes 1e-05 as 0.00001."""
@@ -89,7 +89,7 @@ def test_a_text_beside_a_number_that_is_not_finite_is_no_number(wrong: str) -> N
         read(text.replace("2.5", wrong), Whole, "whole")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "said"),
     [
         ('{"real":1.0,"plain":1,"more":2}', "has no field 'more'"),
@@ -102,7 +102,6 @@ def test_a_text_beside_a_number_that_is_not_finite_is_no_number(wrong: str) -> N
         ("[1.0, 2]", "invalid inner"),
         ("", "invalid inner"),
     ],
-    ids=lambda each: each[:30],
 )
 def test_another_text_is_refused_by_its_field(text: str, said: str) -> None:
     with pytest.raises(InvariantError, match=said):
@@ -122,7 +121,7 @@ def test_fields_with_a_default_may_be_missing_where_that_is_said() -> None:
         read('{"real":1.0,"more":1}', Inner, "inner", is_whole=False)
 
 
-@pytest.mark.parametrize("depth", range(100, 1_100, 100))
+@looped("depth", range(100, 1_100, 100))
 def test_a_text_that_is_nested_deep_is_a_value_or_refused(depth: int) -> None:
     text = f'{{"real":1.0,"plain":{"[" * depth}{"]" * depth}}}'
     with suppress(InvariantError):

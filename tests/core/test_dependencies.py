@@ -27,6 +27,7 @@ from engine.core.value import WIRE, Held, Kind, Value
 from tests.core.drawing import program_of
 from tests.core.machine import drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
+from tests.looped import looped
 
 THREE = fresh(Grid(3, 4))
 TWO_PIPELINES = Ownership(Grid(2, 4, pipelines=2), (5, 4, 7, 6))
@@ -46,7 +47,7 @@ def drawn(held: tuple[Held, ...]) -> str:
     return " ".join(words)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("ownership", "worker", "action", "needed", "made"),
     [
         (THREE, 0, "0F0", "", "0:activation0.0/0 0:residual0.0/0 0:counted0.0/0"),
@@ -121,7 +122,7 @@ def test_owners_of_a_stage_put_its_shards_together_together() -> None:
     assert rendezvous(parse_action("1UNSHARD"), 1, BOTH_PIPELINES) == ((5, parse_action("1UNSHARD@2")),)
 
 
-@pytest.mark.parametrize("op", [op for op in Op if op not in (Op.REDUCE_GRAD, Op.UNSHARD)])
+@looped("op", [op for op in Op if op not in (Op.REDUCE_GRAD, Op.UNSHARD)])
 def test_nothing_else_meets(op: Op) -> None:
     text = f"0{op.value}" if op in STAGE_OPS else f"0{op.value}0"
     assert rendezvous(parse_action(text), 5, TWO_PIPELINES) == ()
@@ -173,7 +174,7 @@ def test_of_random_programs() -> None:
     assert {Op.F, Op.B, Op.SEND_F, Op.RECV_B, Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP} <= seen
 
 
-@pytest.mark.parametrize("op", Op)
+@looped("op", Op)
 def test_of_every_op(op: Op) -> None:
     order = drawn_by(6)
     for _ in range(50):

@@ -29,6 +29,7 @@ from engine.core.value import WIRE, Kind, Value
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership
+from tests.looped import looped
 
 # All small shapes; beyond, every number of microbatches up to 64 with one number of stages; and the largest.
 SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in range(1, 7)]
@@ -91,8 +92,8 @@ def test_what_is_sent_arrives_a_latency_later_and_holds_nobody_but_who_waits_for
     assert span_of(run, "0RECV_B0") == (32, 32)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 7, 8, 32])
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@looped("microbatches", [1, 2, 4, 7, 8, 32])
+@looped("stages", [2, 3, 4, 8])
 def test_eager_1f1b_hides_every_transfer_but_those_of_the_fill_and_the_drain(stages: int, microbatches: int) -> None:
     """As long as a transfer takes at most half of a forward and a backward; 1F1B hides none of them."""
     ownership = fresh(Grid(stages, microbatches))
@@ -163,7 +164,7 @@ def test_what_is_held_is_not_waited_for() -> None:
         dry_run(program, ownership, held=[each for each in held if each[0] != 1])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("actions", "stashed", "peak"),
     [
         ("0F0 0F1 0B0 0F2 0B1 0B2", 0, 2),
@@ -184,7 +185,7 @@ def test_an_empty_program_takes_no_time() -> None:
     assert dry_run({0: ()}, ownership) == DryRun((), 0.0, 0.0, {0: 0}, {0: 0.0})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("ownership", "drawing", "cycle"),
     [
         (

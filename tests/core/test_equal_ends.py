@@ -11,6 +11,7 @@ from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.inputs_outputs import Place, ProcessExit, Stop
 from engine.core.protocol.orders import survives
 from tests.core.coordinator_cases import answers, given, training
+from tests.looped import looped
 
 SHADOWED, ALONE = training(), training(redundant=False)
 
@@ -97,7 +98,7 @@ def test_two_equal_ends_in_one_action_come_from_the_users_code() -> None:
     assert stop.text.startswith("worker 1 exited with code 3 in 1F2 of step 0, as worker 0 did: it comes from")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("code", "first", "second"),
     [
         (-9, Place(0, "1F2"), Place(0, "1F2")),
@@ -107,7 +108,6 @@ def test_two_equal_ends_in_one_action_come_from_the_users_code() -> None:
         (3, Place(0, ""), Place(0, "")),
         (3, Place(0, "1F2", is_struck=True), Place(0, "1F2")),
     ],
-    ids=["signals", "other action", "other step", "transfer", "no action", "struck by a fault"],
 )
 def test_other_ends_do_not(code: int, first: Place, second: Place) -> None:
     stop = end_of_two(code, first, second)

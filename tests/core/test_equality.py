@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-import pytest
-
 from engine.core.checks.equality import (
     NamedTensor,
     equal_rows,
@@ -16,6 +14,7 @@ from engine.core.checks.equality import (
 )
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.manifest import StoredTensor
+from tests.looped import looped
 
 
 def rows(first: int, last: int) -> list[TrajectoryRow]:
@@ -52,7 +51,7 @@ def test_the_rows_of_common_steps_are_compared_and_counted() -> None:
     assert equal_rows(rows(0, 2), rows(5, 9)).steps == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     ("dtype", "ours", "theirs", "place", "words"),
     [
         ("<4f", (0, 1, 2, 3), (0, 1, 2, 3.5), (1, 1), ("3 (0x40400000)", "3.5 (0x40600000)")),

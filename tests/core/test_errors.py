@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.core.errors import (
     BambooError,
     DeadlockError,
@@ -19,9 +17,10 @@ from engine.core.errors import (
     WorkerFailedError,
     nearest,
 )
+from tests.looped import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     ("problem", "text"),
     [
         (Problem("lr", "a number"), "lr: expected a number"),
@@ -56,7 +55,7 @@ def test_a_deadlock_is_told_as_a_path() -> None:
     assert error.exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize(
+@looped(
     ("kind", "code"),
     [
         (BambooError, 70),

@@ -34,6 +34,7 @@ from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
 from tests.core.made_records import made_history
 from tests.core.scenario_cases import KINDS, at
+from tests.looped import looped
 
 JOB = Job(stages=2, microbatches=1, steps=2)
 FAULT = Fault("first", at(1, "1B0"), (Owner(0, 1),))
@@ -137,7 +138,7 @@ def test_of_a_run_that_was_struck_before_only_what_came_since_is_judged() -> Non
 ANYWAY = "outcome recovered, trajectory identical, steps_lost 0, samples exactly-once, culprit nobody, leftovers none"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("expect", "done", "is_unmoved", "named"),
     [
         (ALL, {"kill"}, False, ""),
@@ -177,7 +178,7 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
     assert list(checked(Expect())) == ["faults", "outcome"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "seen", "result", "text"),
     [
         (
@@ -320,7 +321,7 @@ def test_whoever_is_struck_with_what_ends_nobody_may_stay_or_go() -> None:
     assert checked(Expect(culprit="nobody"), faults=(stop,))["culprit"].result == "failed"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("expected", "code", "result", "exits"),
     [
         ("recovered", 0, "passed", 0),
@@ -341,7 +342,7 @@ def test_the_exit_code_of_a_case(expected: Any, code: int, result: str, exits: i
     assert exit_code(checks, seen) == exits
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "notice", "code", "result", "text"),
     [
         ("the loss is nan at step 1", "not-finite", 1, "passed", "noticed (not-finite)"),
@@ -414,7 +415,7 @@ def test_where_it_was_to_strike(num_done: int, num_later: int, when: When) -> No
     assert (check.result, check.text) == ("passed", "1 fault struck at the planned action")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("num_done", "num_later", "when"),
     [
         (NAMED - 1, 0, "before"),
@@ -525,7 +526,7 @@ def test_a_run_that_loses_a_host_in_one_epoch_passes() -> None:
     assert results([*GOOD, host_epoch(3, 0, cause=Cause.FINISHED)]) == {}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("records", "check"),
     [
         ([*STARTED, host_epoch(1)], "epochs"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from engine.core.faults.external import (
     ANY_RANK,
     ExternalFault,
@@ -17,6 +15,7 @@ from engine.core.faults.external import (
     external_problems,
 )
 from engine.core.faults.launchers import LAUNCHERS, PLAIN, Launcher, blamed, is_notice, launcher_of
+from tests.looped import looped
 
 MS = 1_000_000
 RANK_1 = ExternalTarget(1)
@@ -33,7 +32,7 @@ def fault(moment: ExternalMoment, target: ExternalTarget = RANK_1) -> ExternalFa
     return ExternalFault("first", moment, target, "kill")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("moment", "before", "after"),
     [
         (ExternalMoment(step=5, rank=1), JobView(0, {0: 5, 1: 4}), JobView(0, {0: 5, 1: 5})),
@@ -67,7 +66,7 @@ def test_a_restart_is_awaited_behind_another_fault_only() -> None:
     assert pending.due(JobView(0, {0: 5}, frozenset({0, 1})), 0) == [again]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "of_launcher", "field", "hint"),
     [
         (fault(ExternalMoment(step=5), ExternalTarget(2)), TORCHRUN, "faults.0.target", "the command starts 2"),
@@ -95,7 +94,7 @@ def test_what_can_never_strike_is_refused(given: ExternalFault, of_launcher: Lau
     assert problem.field == field and problem.hint.startswith(hint)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("command", "name", "num_ranks"),
     [
         ("torchrun --nproc-per-node 2 train.py", "torchrun", 2),
@@ -126,7 +125,7 @@ def test_torchrun_blames_by_pid() -> None:
     assert not blamed(TORCHRUN, "rank=1 step=3") and not is_notice(PLAIN, line)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "line", "numbers"),
     [
         (

@@ -13,6 +13,7 @@ from engine.core.protocol.events import ExitSeen, HostWord, Loading, Sight, Take
 from engine.core.protocol.failure_detector import last_seen, unresponsive
 from engine.core.protocol.state import Options, Phase, State
 from tests.core.membership_cases import JOINED, S, beats, committed, forming, is_done, running, told
+from tests.looped import looped
 
 
 def numbers(verdict: Verdict) -> set[int]:
@@ -69,7 +70,7 @@ class Looks:
         return self.now_ns
 
 
-@pytest.mark.parametrize(
+@looped(
     ("slowest_s", "seen", "out_s"),
     [
         (0.02, {}, 1.5),  # it sleeps, or waits for a lock
@@ -92,7 +93,7 @@ def test_evidence_tells_a_hang_from_work(slowest_s: float, seen: dict[str, Any],
     assert numbers(looks.state.verdict) == {1}
 
 
-@pytest.mark.parametrize(
+@looped(
     "seen",
     [
         {"loading": Loading.MAIN},  # slow storage
@@ -287,7 +288,7 @@ def test_one_tick_takes_the_heartbeats_of_all_workers_of_other_hosts() -> None:
     assert {seen.heard_ns for seen in state.sightings.values()} == {S - S // 10}
 
 
-@pytest.mark.parametrize("stop_ms", [100, 400, 700, 1000, 1500, 2400, 5000, 60_000])
+@looped("stop_ms", [100, 400, 700, 1000, 1500, 2400, 5000, 60_000])
 def test_a_pause_of_all_processes_puts_nobody_out(stop_ms: int) -> None:
     """Half a second before it, worker 1 came into an action in which it does not run; it runs again soon after it."""
     looks = Looks()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from engine.core.action import Action, Op, parse_action
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker, from_plain, struck_by, to_plain
 from engine.core.job.job import Job
 from tests.kills import parse_kill
+from tests.looped import looped
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
 
@@ -29,7 +28,7 @@ def test_a_fault_strikes_at_its_moment_and_at_no_other() -> None:
 ACTION = parse_action("2B3@1")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fault", "sentence"),
     [
         (parse_kill("5:2:B:3@1", JOB), "kill before 2B3@1 of step 5"),

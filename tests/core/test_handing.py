@@ -18,6 +18,7 @@ from engine.core.program.remaining_tasks import work_of
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program, plain
 from tests.core.recovery_cases import Failure, Job, assert_faultless, fail, hand_overs, seeded
+from tests.looped import looped
 
 LEAVER, HEIR = 1, 0
 _TWO = Ownership(Grid(2, 3), (HEIR, HEIR), ((LEAVER,), (LEAVER,)))
@@ -81,7 +82,7 @@ def redone(failure: Failure) -> Counter[Op]:
     return Counter(op for stage, op, microbatch, d in actions if op in (Op.B, Op.I) and (d, stage, microbatch) in added)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@looped("job", JOBS)
 def test_no_backward_is_run_again_wherever_a_worker_leaves(job: Job) -> None:
     count = 0
     for failure in hand_overs(job):
@@ -91,7 +92,7 @@ def test_no_backward_is_run_again_wherever_a_worker_leaves(job: Job) -> None:
     assert count > 5
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@looped("job", JOBS)
 def test_no_work_is_run_again_wherever_a_worker_leaves_that_sends_its_residuals(job: Job) -> None:
     count = 0
     for number, failure in enumerate(hand_overs(replace(job, residuals="ship"))):

@@ -10,6 +10,7 @@ import pytest
 from engine.core.deadlines import BACK, RENEWAL, SILENT, Deadline, RoundTrips
 from engine.core.hosts.ends import HostSight, LeaseTime
 from engine.core.protocol.state import Options, begin
+from tests.looped import looped
 
 MS = 1_000_000
 S = 1_000 * MS
@@ -32,7 +33,7 @@ def test_a_deadline_is_the_usual_one_then_rises_with_the_worst_up_to_its_limit(d
     assert all(now - before <= 7 * MS * deadline.factor for before, now in pairwise(waits))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("trips", "worst_ms"),
     [
         (RoundTrips(), None),
@@ -49,7 +50,7 @@ def test_the_worst_round_trip_of_the_last_minute_counts(trips: RoundTrips, worst
     assert len(trips.last_ns) <= 240
 
 
-@pytest.mark.parametrize(
+@looped(
     ("worst_ms", "silent_ms", "back_ms"),
     [(None, 2_000, 200), (0.2, 801, 201.2), (20, 900, 320), (200, 1_800, 1_400), (700, 4_300, 3_000), (5e3, 1e4, 3e3)],
 )

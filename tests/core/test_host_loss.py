@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.core.deadlines import LATER_NS
 from engine.core.hosts.ends import BACK_NS, SILENT_NS, HostSight
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.protocol.coordinator_state import first_state
+from tests.looped import looped
 
 HEARD_NS = 10**12
 
@@ -22,7 +21,7 @@ def test_a_broken_transfer_is_no_proof_before_the_loss_of_its_host_is_known() ->
     assert looks[1] - looks[0] == LATER_NS > BACK_NS
 
 
-@pytest.mark.parametrize(
+@looped(
     ("ended_ns", "is_waiting", "after_ns", "why"),
     [
         (None, False, SILENT_NS - 1, ""),

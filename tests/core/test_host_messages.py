@@ -23,6 +23,7 @@ from engine.runtime.agent.frames import (
     read_from_host,
     sign_frames,
 )
+from tests.looped import looped
 
 HEARTBEAT = encode(HeartbeatMessage(1, 5, 7, True)).decode()
 SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34), 2, 10**7)
@@ -42,7 +43,7 @@ HEADERS: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("header", HEADERS, ids=lambda each: type(each).__name__)
+@looped("header", HEADERS)
 def test_a_frame_travels(header: Message) -> None:
     assert read_frame(frame(header)) == (header, b"")
 
@@ -68,7 +69,7 @@ def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() ->
         read_frame(frame(header)[:-1] + b" " * MOST_BYTES)
 
 
-@pytest.mark.parametrize(
+@looped(
     "data",
     [
         b"",
@@ -94,7 +95,7 @@ def test_no_bytes_raise_another_error(data: bytes) -> None:
         read_frame(data)
 
 
-@pytest.mark.parametrize("header", [*HEADERS, host_messages.ProcessesHostMessage(((1, 0, 4711), (2, 1, 4712, -9)), 0)])
+@looped("header", [*HEADERS, host_messages.ProcessesHostMessage(((1, 0, 4711), (2, 1, 4712, -9)), 0)])
 def test_a_frame_goes_one_way(header: Message) -> None:
     ways = {read_from_host: host_messages.FromOtherHost, read_from_coordinator: host_messages.ToOtherHost}
     for read, of in ways.items():

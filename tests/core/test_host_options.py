@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.hosts.host_options import CLEAR, TLS, HostOptions, problems_of
 from engine.core.job.job import Job
+from tests.looped import looped
 
 JOB = Job(model="mlp", stages=4, checkpoint_every="0")
 GOOD = HostOptions("4711", "2", "a", "10.0.0.1", ("10.0.0.9",), trusted="10.0.0.0/8")
@@ -26,7 +27,7 @@ def test_good_options_have_no_mistake() -> None:
     assert fields(replace(GOOD, workers=2)) == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "field"),
     [
         ({"etcd": ()}, "--hosts"),

@@ -11,6 +11,7 @@ from engine.core.hosts.ends import deal
 from engine.core.ownership import Grid, Ownership, healed, with_shadows
 from engine.core.protocol.membership import plan_document
 from engine.core.protocol.state import Options, begin
+from tests.looped import looped
 
 MOST_WORKERS, MOST_HOSTS = 16, 8
 
@@ -100,7 +101,7 @@ def test_no_host_is_deadly_in_any_order_of_losses(hosts: int) -> None:
         walk(workers, hosts, blocks, every_order=True)
 
 
-@pytest.mark.parametrize(("workers", "hosts", "blocks"), [*shapes(1), *shapes(2)])
+@looped(("workers", "hosts", "blocks"), [*shapes(1), *shapes(2)])
 def test_a_run_begins_without_a_deadly_host(workers: int, hosts: int, blocks: int) -> None:
     """The hosts are those that agents deal; with the shadows of those who know no hosts there are deadly ones."""
     names = [f"host-{number}" for number in range(hosts)]

@@ -6,6 +6,7 @@ import pytest
 
 from engine.core.errors import UserError
 from engine.core.job.hugging_face import BUILT_IN, MODEL, hugging_face_fields
+from tests.looped import looped
 
 
 def test_nothing_is_asked_for() -> None:
@@ -32,7 +33,7 @@ def test_another_name_is_of_the_package_datasets() -> None:
     assert args == {"model_args.path": "gpt2", "data_args.name": "org/novels", "data_args.tokenizer": "gpt2"}
 
 
-@pytest.mark.parametrize("data", [*BUILT_IN, "mine:rows", "tokens.bin"])
+@looped("data", [*BUILT_IN, "mine:rows", "tokens.bin"])
 def test_data_of_bamboo_and_of_a_factory_stay(data: str) -> None:
     assert hugging_face_fields("gpt2", False, {"data": data})[0] == {"model": MODEL}
 

@@ -41,6 +41,7 @@ from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Slot
 from engine.core.protocol.events import RecoveryPhase
 from engine.core.protocol.state import Options, Phase, begin
+from tests.looped import looped
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 ACTION = Action(1, Op.B, 2)
@@ -165,7 +166,7 @@ def test_a_fault_whose_moment_never_comes_is_unconfirmed() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("victim", "action", "worker", "slot"),
     [
         (Owner(0, 2), ACTION, 2, (0, 2)),
@@ -176,7 +177,6 @@ def test_a_fault_whose_moment_never_comes_is_unconfirmed() -> None:
         (Role("recoverer"), ACTION, 1, (0, 1)),  # no worker is dead: the owner
         (Owner(0, 1), Action(1, Op.CHECKPOINT), 0, (0, 1)),  # the shadow writes it
     ],
-    ids=str,
 )
 def test_victims_of_a_moment_are_those_of_its_slot(victim: Victim, action: Action, worker: int, slot: Slot) -> None:
     run = Injected(Fault("first", At(3, action), (victim,), "noop"))

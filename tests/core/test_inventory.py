@@ -10,6 +10,7 @@ import pytest
 from engine.core.errors import InvariantError
 from engine.core.program.inventory import Inventory, SavedResiduals, ValueRuns, from_json, to_json
 from engine.core.value import Kind, Value
+from tests.looped import looped
 
 _SOME = Inventory(
     3,
@@ -64,7 +65,7 @@ def test_length_does_not_grow_with_microbatches() -> None:
     assert len(to_json(Inventory(3, 0, ((0, 3),), values=ValueRuns(values)))) < 150
 
 
-@pytest.mark.parametrize("seed", range(50))
+@looped("seed", range(50))
 def test_round_trip(seed: int) -> None:
     order = random.Random(seed)  # noqa: S311 - nothing here is secret
     slots = sorted({(order.randrange(3), order.randrange(4)) for _ in range(order.randrange(6))})
@@ -82,7 +83,7 @@ def test_round_trip(seed: int) -> None:
     assert from_json(to_json(inventory)) == inventory
 
 
-@pytest.mark.parametrize(
+@looped(
     ("old", "new"),
     [
         (_TEXT, ""),

@@ -31,7 +31,7 @@ from tests.core.recovery_cases import (
 from tests.doubles.ordered_machine import OrderedMachine
 from tests.doubles.ordered_wire import MismatchError, Operation, OrderedWire
 
-_EVERY = 20  # kills, times pipelines and stages of a worker, one is tried
+_EVERY = 41  # kills, times pipelines and stages of a worker, one is tried
 _SHAPES = [(name, v) for name, schedule in SCHEDULES.items() for v in (1, 2) if schedule.takes(v)]
 _LATE = frozenset({Kind.STREAMED, Kind.STATE})  # values that a worker may miss, or gets late
 Issues = Mapping[int, tuple[Issue, ...]]

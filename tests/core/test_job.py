@@ -15,6 +15,7 @@ from engine.core.job.torch_parts import SCHEDULES as SCHEDULES_OF_TORCH
 from engine.core.ownership import Redundancy, directions_of
 from engine.core.program.schedules import SCHEDULES
 from engine.core.units import MOST_FLOAT
+from tests.looped import looped
 
 
 def problems_of(**values: Any) -> list[str]:
@@ -27,7 +28,7 @@ def test_defaults_are_allowed_and_every_field_says_what_it_is() -> None:
     assert all(field.metadata["help"] for field in fields(Job))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "least"),
     [
         ("stages_per_worker", 1),
@@ -83,7 +84,7 @@ def test_unknown_names_come_with_the_nearest_known_one() -> None:
     assert problems_of(schedule="zzz")[0].endswith("found 'zzz'")
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, *LR_SCHEDULES])
+@looped("name", [*SCHEDULES, *LR_SCHEDULES])
 def test_known_names_are_allowed(name: str) -> None:
     if name in LR_SCHEDULES:
         assert problems_of(lr_schedule=name) == []
@@ -111,12 +112,12 @@ def test_offload_is_refused_with_shards_and_without_a_time() -> None:
     assert time.startswith("offload_time: expected a number > 0, in forwards, found 0.0")
 
 
-@pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "1,3,20"])
+@looped("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "1,3,20"])
 def test_forms_of_a_partition(form: str) -> None:
     assert problems_of(partition=form) == []
 
 
-@pytest.mark.parametrize("form", ["", "1,", ",1", "1;2", "-1", "1, 2", "Uniform ", "kind:Conv", "1.5"])
+@looped("form", ["", "1,", ",1", "1;2", "-1", "1, 2", "Uniform ", "kind:Conv", "1.5"])
 def test_other_forms_are_refused(form: str) -> None:
     (problem,) = problems_of(partition=form)
     assert problem.startswith(f"partition: expected {PARTITION_FORMS}, found {form!r}")
@@ -128,7 +129,7 @@ def test_a_long_form_is_refused_and_cut() -> None:
     assert len(problem) < 1000
 
 
-@pytest.mark.parametrize("form", ["3", "1,2", "1,2,3,4", "1,20,3", "1,1,2", "0,1,2"])
+@looped("form", ["3", "1,2", "1,2,3,4", "1,20,3", "1,1,2", "0,1,2"])
 def test_a_list_has_the_first_layer_of_every_stage_but_the_first(form: str) -> None:
     assert problems_of(partition=form) == [f"partition: expected 3 rising layer numbers from 1, found {form!r}"]
     assert problems_of(partition="7", stages=2) == []
@@ -156,7 +157,7 @@ def test_names_that_make_a_folder(name: str) -> None:
     assert problems_of(name=name) == []
 
 
-@pytest.mark.parametrize("name", ["A", "-a", ".a", "a/b", "a b", "a" * 41, "..", "a\n", "\u00e9"])
+@looped("name", ["A", "-a", ".a", "a/b", "a b", "a" * 41, "..", "a\n", "\u00e9"])
 def test_names_that_do_not(name: str) -> None:
     assert problems_of(name=name) == [
         f"name: expected up to 40 of a-z 0-9 . _ - (first a letter or digit), found {name!r}"
@@ -182,8 +183,8 @@ def test_the_product_of_the_counts_is_bounded() -> None:
     assert "stages x pipelines / stages_per_worker <= 1024, the workers of a job, found 1025" in problem
 
 
-@pytest.mark.parametrize("redundancy", ["none", "lazy", "eager"])
-@pytest.mark.parametrize("sizes", [{"stages": 1}, {"stages": 2}, {"stages": 1, "pipelines": 2}])
+@looped("redundancy", ["none", "lazy", "eager"])
+@looped("sizes", [{"stages": 1}, {"stages": 2}, {"stages": 1, "pipelines": 2}])
 def test_one_shadow_is_allowed_whatever_the_size(redundancy: str, sizes: dict[str, int]) -> None:
     assert problems_of(redundancy=redundancy, **sizes) == []
 

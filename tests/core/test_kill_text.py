@@ -14,6 +14,7 @@ from engine.core.faults.scenario_rules import own_actions
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
 from tests.kills import parse_kill, parse_kills
+from tests.looped import looped
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
 
@@ -24,7 +25,7 @@ def kill(name: str, step: int, action: str, when: When = "before") -> Fault:
     return Fault(name, At(step, there, when), (Owner(there.pipeline, there.stage),))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "expected"),
     [
         ("5:2", kill("5:2", 5, "2B4")),
@@ -43,7 +44,7 @@ def test_forms_of_a_kill(text: str, expected: Fault) -> None:
     assert parse_kill(text, JOB) == expected
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "problem"),
     [
         ("", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '' (such as 5:2 or 5:2:B:3)"),

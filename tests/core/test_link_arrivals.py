@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from engine.core.errors import InvariantError
 from engine.core.links import Frame, Incoming, Mailbox, is_state
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
+from tests.looped import looped
 
 KEYS = (1, 2, 5)  # aside, of the lane of state, aside
 
@@ -143,7 +144,7 @@ SEVERAL = [Post(1), (1, 10, 10, None), (1, 20, 10, None), (1, 30, 10, None), Rea
 TWO = [Post(5), Post(1), Post(1), (1, 10, 10, None), (1, 10, 10, None)]  # both receives have memory of this size
 
 
-@pytest.mark.parametrize("case", [OLD, HALF, INSIDE, EARLY, SEVERAL, TWO])
+@looped("case", [OLD, HALF, INSIDE, EARLY, SEVERAL, TWO])
 def test_a_case(case: list[Any]) -> None:
     play(case)
 
@@ -206,7 +207,7 @@ class GivesLast(Mailbox[int, bytearray]):
         return room if room is not None and len(room) == frame.total else None
 
 
-@pytest.mark.parametrize(
+@looped(
     ("case", "classes"),
     [
         (TWO, Classes(mailbox=GivesLast)),

@@ -27,6 +27,7 @@ from engine.core.links import (
 )
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
 from tests.doubles.faulty_links import KINDS, Fate, FaultyLinks, Kind, LinkFault
+from tests.looped import looped
 
 
 def body(size: int, first: int = 0) -> bytes:
@@ -124,7 +125,7 @@ def test_a_frame_is_its_48_bytes() -> None:
     assert [aligned(each) for each in (0, 1, 64, 65)] == [0, 64, 64, 128]
 
 
-@pytest.mark.parametrize(
+@looped(
     "frame",
     [
         Frame(0, 1, MOST_BYTES + 1, 0, 1),
@@ -154,7 +155,7 @@ def test_any_bytes_are_a_frame_within_bounds_or_refused(header: bytes) -> None:
 ONE = Frame(5, 1, 10, 0, 4)
 
 
-@pytest.mark.parametrize(
+@looped(
     "piece",
     [
         ONE,  # it begins again
@@ -314,7 +315,7 @@ def test_planted_bugs_are_found(space: RingSpace) -> None:
 WAY, BACK = (0, 1), (1, 0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fault", "expected"),
     [
         (LinkFault("silent", 50), [[(50, "whole")], [(50, "whole")], [(60, "whole")]]),

@@ -45,6 +45,7 @@ from tests.core.membership_cases import (
     suspects,
     told,
 )
+from tests.looped import looped
 
 BEATS = beats(1, 2, 0, 0, 0, False)
 KINDS = tuple(dict.fromkeys(kind for _, kind in TABLE))
@@ -68,7 +69,7 @@ def test_every_pair_is_listed() -> None:
     assert {pair for pair, rule in TABLE.items() if isinstance(rule, Impossible)} == IMPOSSIBLE
 
 
-@pytest.mark.parametrize(("phase", "kind"), PAIRS)
+@looped(("phase", "kind"), PAIRS)
 def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event] | type[Message]) -> None:
     state = in_phase(phase)
     assert state.phase is phase
@@ -85,8 +86,8 @@ def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event] | type[
     assert step(new, event).decided() == new.decided(), "an event that is repeated decides nothing"
 
 
-@pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
-@pytest.mark.parametrize("kind", KINDS)
+@looped("phase", [Phase.FINISHED, Phase.HALTED])
+@looped("kind", KINDS)
 def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event] | type[Message]) -> None:
     state = in_phase(phase)
     assert step(state, sample(kind, state)) == state
@@ -287,7 +288,7 @@ def suspected(state: State) -> State:
     return recovered(state, now_ns + look_ns) if state.phase is Phase.FAILING_OVER else state
 
 
-@pytest.mark.parametrize(
+@looped(
     ("edges", "order"),
     [
         ([(1, 2)], (2, 1)),

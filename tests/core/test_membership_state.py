@@ -11,6 +11,7 @@ from engine.core.errors import InvariantError
 from engine.core.protocol.events import ExitSeen, Notice
 from engine.core.protocol.state import Phase, State
 from tests.core.membership_cases import S, holds, in_phase, plans, running, suspects, told
+from tests.looped import looped
 
 GATHERED = told(in_phase(Phase.FAILING_OVER), *(holds(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
 STATES = [
@@ -22,7 +23,7 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("state", STATES)
+@looped("state", STATES)
 def test_the_next_coordinator_goes_on_from_what_was_decided(state: State) -> None:
     text = state_text(state)
     again = state_of(text, 77 * S)
@@ -31,7 +32,7 @@ def test_the_next_coordinator_goes_on_from_what_was_decided(state: State) -> Non
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("state", STATES)
+@looped("state", STATES)
 def test_times_begin_afresh(state: State) -> None:
     again = state_of(state_text(state), 77 * S)
     assert {again.moved_ns, again.repeated_ns, again.looked_ns, again.ticked_ns} == {77 * S}
@@ -39,7 +40,7 @@ def test_times_begin_afresh(state: State) -> None:
     assert set(again.sightings) == set(state.members) & set(state.nodes)
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         "",

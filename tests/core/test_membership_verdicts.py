@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.core.protocol.events import Notice
 from engine.core.protocol.state import Options, Phase, State, begin
 from engine.core.protocol.verdicts import free_to_leave, handed_over, heirs, leavers, unable_to_leave
 from tests.core.membership_cases import S, running, told
+from tests.looped import looped
 
 Shadows = tuple[tuple[int, ...], ...]
 
@@ -17,7 +16,7 @@ def leaving(*workers: int) -> State:
     return told(running(), *(Notice(5, worker, S) for worker in workers))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("shadows", "dead", "owners", "left", "lost"),
     [
         (((2,), (0,), (1,)), (), (0, 1, 2), ((2,), (0,), (1,)), ()),
@@ -106,7 +105,7 @@ def test_nothing_is_handed_over_to_another_leaver() -> None:
     assert leavers(leaving(0, 1, 2)) == ()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("members", "owners", "shadows", "gone"),
     [
         ((0, 1, 2), (0, 1, 2), ((1,), (0,), (0,)), ()),  # it owns a slot

@@ -49,6 +49,7 @@ from engine.core.history.run_records import (
     ValidationRecord,
 )
 from tests.core.made_records import made
+from tests.looped import looped
 
 MS = 1_000_000
 HOUR = 3_600_000 * MS
@@ -137,7 +138,7 @@ def misplaced(records: Sequence[Record]) -> list[StampedRecord]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(60))
 def test_the_records_of_three_hosts_become_the_history_of_the_run(seed: int) -> None:
     draw = random.Random(seed)  # noqa: S311
     run = run_of(5, draw)

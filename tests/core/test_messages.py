@@ -23,6 +23,7 @@ from engine.core.ownership import Members
 from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.inventory import Inventory, PlanMessage, PlanPartMessage, ValueRuns, to_json
 from engine.core.value import Kind, Value
+from tests.looped import looped
 from tests.test_house import MODULES
 
 for module in MODULES:
@@ -97,7 +98,7 @@ def made_of(made: Any, draw: Random) -> Any:
     return made(**{name: value_of(hint, draw) for name, hint in get_type_hints(made).items()})
 
 
-@pytest.mark.parametrize(("kind", "made"), KINDS, ids=[kind for kind, _ in KINDS])
+@looped(("kind", "made"), KINDS)
 def test_every_kind_comes_back_as_it_was_sent(kind: str, made: type[Message]) -> None:
     draw = Random(0)  # noqa: S311
     for _ in range(30):
@@ -147,7 +148,7 @@ def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(Everything)])
+@looped("name", [each.name for each in fields(Everything)])
 def test_a_missing_field_is_named(name: str) -> None:
     found = json.loads(encode(WHOLE))
     del found[name]
@@ -181,7 +182,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+@looped(("name", "value"), WRONG)
 def test_a_field_of_a_wrong_type_is_named(name: str, value: object) -> None:
     found = json.loads(encode(WHOLE)) | {name: value}
     with pytest.raises(InvariantError, match=f"the field '{name}' of a message 'everything' is not .*: "):

@@ -7,7 +7,6 @@ import random
 import warnings
 from dataclasses import asdict, replace
 
-import pytest
 import torch
 from torch import nn
 
@@ -28,6 +27,7 @@ from engine.core.monitors import (
     in_words,
     lacking,
 )
+from tests.looped import looped
 
 LOSSES = (3.0, 2.0, 2.5, 2.0, 1.99, 4.0, math.nan, 2.5)  # a validation after each step
 
@@ -39,7 +39,7 @@ def after(rules: MonitorRules, losses: tuple[float, ...], first: Monitors, begun
     return monitors
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "rule"),
     [
         ("loss", EarlyStopRule(MonitoredFigure("loss", True))),
@@ -53,7 +53,7 @@ def test_the_text_of_an_early_stop(text: str, rule: EarlyStopRule | None) -> Non
     assert early_stop_of(text) == rule
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rule", "best", "ends_at"),
     [
         ("loss:3", (1.99, 4), 8),  # 4.0, NaN and 2.5 are no better
@@ -78,7 +78,7 @@ def test_a_validation_that_comes_again_counts_once() -> None:
     assert once.passed(rules, 2, {"loss": 9.0}) is once
 
 
-@pytest.mark.parametrize("at", range(len(LOSSES)))
+@looped("at", range(len(LOSSES)))
 def test_a_checkpoint_goes_on_with_the_count(at: int) -> None:
     rules = MonitorRules(20, "loss", "loss:3", MonitoredFigure("loss", True), PlateauRule(patience=0, factor=0.5), 1.0)
     kept = after(rules, LOSSES[:at], NO_MONITORS)
@@ -95,7 +95,7 @@ def test_another_rule_begins_its_count_anew_and_a_greater_patience_goes_on() -> 
     assert kept.begun(MonitorRules(20, "loss", ""), 7).ends_at == -1
 
 
-@pytest.mark.parametrize(
+@looped(
     "wrong",
     [
         NO_MONITORS._replace(validated=8),
@@ -126,7 +126,7 @@ def test_the_reason_in_words() -> None:
     assert in_words(ended) == reason
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_a_plateau_has_torchs_own_rates(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311
     falls = rng.random() < 0.5

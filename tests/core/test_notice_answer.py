@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.core.hosts.notice_answer import MOST_BYTES, NoticeAnswer, answer_of
+from tests.looped import looped
 
 
-@pytest.mark.parametrize("said", [b"", b" \n", b"FALSE", b"none", b"null", b"[]", b"{}", b"no\n"])
+@looped("said", [b"", b" \n", b"FALSE", b"none", b"null", b"[]", b"{}", b"no\n"])
 def test_nothing_and_a_word_for_no_are_no_notice(said: bytes) -> None:
     assert answer_of(said) is None
 
 
-@pytest.mark.parametrize(
+@looped(
     ("said", "workers"),
     [
         (b"[2, 0, 2]", (2, 0)),
@@ -38,7 +37,7 @@ def test_numbers_name_workers_and_anything_else_concerns_the_host(said: bytes, w
     assert answer is not None and answer.workers == workers
 
 
-@pytest.mark.parametrize(
+@looped(
     ("event", "machine", "is_notice"),
     [
         ("", "mine", False),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from engine.core.faults.fault import After
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits
 from engine.core.faults.scenario_rules import check_scenario
@@ -15,6 +13,7 @@ from engine.files.jobs.library import library
 from engine.files.jobs.matrix_file import read_matrix
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted
+from tests.looped import looped
 
 KINDS = kinds()
 JOB = Job(model="mlp", stages=4, microbatches=4, steps=8)
@@ -30,7 +29,7 @@ def told(faults: tuple[FaultSpec, ...], expect: Expect, **job: Any) -> list[str]
 RECOVERED, LOST = Expect(), Expect("state-lost")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("faults", "expect", "job", "problem"),
     [
         (
@@ -104,7 +103,7 @@ def test_what_never_can_be_is_refused(
     assert problem in found
 
 
-@pytest.mark.parametrize(
+@looped(
     ("faults", "expect", "job"),
     [
         ((KILL,), LOST, {"redundancy": "none"}),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from tests.core.machine import drawn_by
+from tests.looped import looped
 
 Shadows = tuple[tuple[int, ...], ...]
 
@@ -45,7 +46,7 @@ def test_who_has_what() -> None:
     assert fresh_of(2).replicas(0, 1) == (1,)
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
+@looped("num_stages", range(2, 9))
 def test_on_a_fresh_grid_the_owner_of_a_stage_shadows_the_next_one(num_stages: int) -> None:
     ring = tuple(((stage - 1) % num_stages,) for stage in range(num_stages))
     assert shadows_of(fresh_of(num_stages)) == ring

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.job.update_rules import ParamGroup, as_text, group_of, idle_groups, param_groups
+from tests.looped import looped
 
 NAMES = ("embedding.weight", "blocks.0.norm.bias", "blocks.0.linear.weight", "head.bias")
 
@@ -25,7 +26,7 @@ def test_a_group_may_have_the_rate_0_which_freezes_it() -> None:
     assert param_groups("^head: lr=0") == (ParamGroup("^head", 0.0, {}),)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "told"),
     [
         ("weight_decay=0", "has no pattern before a colon"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.core.errors import UserError
 from engine.core.job.partition import MOST_LAYERS, balanced, partition
+from tests.looped import looped
 
 KINDS = ["Embedding", "Block", "Block", "Block", "Norm", "Linear"]
 SIZES = [100, 30, 30, 30, 1, 100]
@@ -96,6 +97,6 @@ def test_pattern_that_matches_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["2", "2,4,5", "4,2", "2,2", "0,2", "2,6", ""])
+@looped("form", ["2", "2,4,5", "4,2", "2,2", "0,2", "2,6", ""])
 def test_custom_that_does_not_fit(form: str) -> None:
     assert refusal(form, 3) == f"partition: expected 2 rising layer numbers from 1 to 5, found {form!r}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from engine.codec.messages import encode
 from engine.core.job.job import Job as RunJob
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
@@ -18,6 +16,7 @@ from engine.core.protocol.orders import held_at_boundary
 from engine.core.protocol.plan_orders import at_boundary
 from engine.core.protocol.worker_inputs import plan_epoch
 from tests.core.recovery_cases import Job
+from tests.looped import looped
 
 
 def _plan(workers: int, victim: int) -> tuple[Grid, PlanMessage, PlanMessage]:
@@ -70,7 +69,7 @@ def _parts(workers: int) -> dict[int, PlanPartMessage]:
     return dict(parts_of(plan, base, grid))
 
 
-@pytest.mark.parametrize(
+@looped(
     "known",
     [
         (),
@@ -80,7 +79,6 @@ def _parts(workers: int) -> dict[int, PlanPartMessage]:
         (replace(BASE, hosts=(1, *BASE.hosts[1:])),),
         (replace(grid_of(PLAN), epoch=1),),
     ],
-    ids=["none", "of another epoch", "other owners", "other shadows", "other hosts", "changed already"],
 )
 def test_a_member_with_another_base_needs_the_whole(known: tuple[PlanMessage, ...]) -> None:
     assert [document_of(part, known, worker, GRID) for worker, part in PARTS.items()] == [None] * len(PARTS)
@@ -124,8 +122,8 @@ def _of_run(grid: Grid) -> RunJob:
     )
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.schedule}-{job.grid.pipelines}-{job.grid.slices}")
-@pytest.mark.parametrize("moved", [(), (1,), (1, 2)], ids=["none", "one", "two"])
+@looped("job", JOBS)
+@looped("moved", [(), (1,), (1, 2)])
 def test_a_prepared_step_is_a_whole_step_of_its_owners(job: Job, moved: tuple[int, ...]) -> None:
     """All slots of some workers move to their shadows, and other members become the shadows."""
     before = job.ownership()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import pytest
-
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.planner import PlanInput, healing_in, held_at_start, make_plan
@@ -14,6 +12,7 @@ from engine.core.value import Kind, Value
 from tests.core.corruptions import CORRUPTIONS
 from tests.core.drawing import program_of
 from tests.core.recovery_cases import Failure, Job, hand_overs, random_history, random_job, seeded, single_kills
+from tests.looped import looped
 
 # In a plan these may be harmless: what is logged or sent may have been held at the start; `f` leaves no trace.
 _MAY_DO_NO_HARM = {"LOG behind COMMIT", "COMMIT at the front", "f in a whole step", "RECV_B at the front"}
@@ -43,7 +42,7 @@ def _failures() -> list[Failure]:
     return found
 
 
-@pytest.mark.parametrize("kind", _OF_PLANS)
+@looped("kind", _OF_PLANS)
 def test_a_spoiled_plan_is_refused(kind: str) -> None:
     order, num_spoiled = seeded(3), 0
     for failure in _failures():
@@ -69,7 +68,7 @@ def test_the_plan_of_the_cases_below_is_right() -> None:
     assert _rules(_PLAN) == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("right", "wrong", "violation"),
     [
         ("0f0", "0F0", "worker 0, position 0: 0F0: counts a microbatch that has been counted"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import from_json
 from engine.core.protocol.events import Notice, StepCommitted
@@ -12,6 +10,7 @@ from engine.core.protocol.orders import PreparedEpoch, held_at_boundary, prepare
 from engine.core.protocol.state import Phase, State
 from engine.core.protocol.verdicts import leavers
 from tests.core.membership_cases import S, committed, in_phase, recovered, running, told
+from tests.looped import looped
 
 GRID = Grid(3, 4)
 
@@ -55,7 +54,7 @@ def test_that_somebody_leaves_is_foreseen_once_its_replicas_have_healed() -> Non
     assert [worker for worker, _ in prepared.document.inventories] == [0, 1]
 
 
-@pytest.mark.parametrize("phase", Phase)
+@looped("phase", Phase)
 def test_nothing_is_foreseen_where_nobody_leaves(phase: Phase) -> None:
     state = in_phase(phase)._replace(leaving=())
     assert prepared_in(state) is None

@@ -18,6 +18,7 @@ from engine.core.job.job_rules import check_job
 from engine.core.manifest import joined_buffers
 from engine.models.model_registry import DATA
 from tests.core.made_records import made_history
+from tests.looped import looped
 
 HISTORY = made_history(
     [
@@ -125,7 +126,7 @@ def test_runs_that_differ_in_no_bit_have_one_twin() -> None:
     assert fingerprint(Job(), FACTS | {"host": "other"}, "s") == name
 
 
-@pytest.mark.parametrize(
+@looped(
     "changed", [{"seed": 1}, {"threads": 2}, {"steps": 81}, {"audit": 2}, {"stages": 2}, {"model_args": {"width": 8}}]
 )
 def test_whatever_may_change_a_row_changes_the_name(changed: dict[str, Any]) -> None:
@@ -193,7 +194,7 @@ def test_a_difference_is_named_with_its_step_layer_and_tensor() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("failure", "disturbed", "said"),
     [
         ([], None, "there was no fault: the model is not deterministic"),

@@ -32,13 +32,14 @@ from engine.core.history.step_files import (
 )
 from engine.core.job.job import Job
 from tests.core.made_records import SAMPLES, made, records_of
+from tests.looped import looped
 
 
 def test_every_kind_of_record_has_a_sample() -> None:
     assert sorted(map(str, map(type, SAMPLES))) == sorted(map(str, RECORDS.values()))
 
 
-@pytest.mark.parametrize("record", SAMPLES, ids=lambda each: type(each).__name__)
+@looped("record", SAMPLES)
 def test_a_record_comes_back_from_its_line(record: Record) -> None:
     line = encoded(record)
     assert "\n" not in line
@@ -83,7 +84,7 @@ def test_an_unknown_kind_is_named() -> None:
         decoded(encoded(made("commit")).replace("commit", "comit"))
 
 
-@pytest.mark.parametrize("record", [each for each in SAMPLES if json.loads(encoded(each)).keys() > {"event"}])
+@looped("record", [each for each in SAMPLES if json.loads(encoded(each)).keys() > {"event"}])
 def test_a_missing_field_is_named(record: Record) -> None:
     told = json.loads(encoded(record))
     of_job = Job.__dataclass_fields__.keys() if told["event"] == "job" else set()
@@ -101,7 +102,7 @@ def test_a_run_from_before_a_field_of_its_job_can_be_read() -> None:
         assert read == replace(record, job=replace(record.job, **{name: getattr(Job(), name)}))
 
 
-@pytest.mark.parametrize("record", SAMPLES, ids=lambda each: type(each).__name__)
+@looped("record", SAMPLES)
 def test_a_field_of_another_type_is_named(record: Record) -> None:
     told = json.loads(encoded(record))
     for name in told.keys() - {"event", "version"} - Job.__dataclass_fields__.keys():
@@ -128,7 +129,7 @@ def test_another_version_is_named_with_what_to_do(version: str, said: str) -> No
         decoded(line)
 
 
-@pytest.mark.parametrize("line", ["garbage", "[1]", "3", "", "{}", '{"event":'])
+@looped("line", ["garbage", "[1]", "3", "", "{}", '{"event":'])
 def test_a_line_that_is_no_record_is_shown(line: str) -> None:
     with pytest.raises(InvariantError, match="expected one event as JSON, found"):
         decoded(line)

@@ -22,6 +22,7 @@ from engine.core.program.remaining_tasks import merged_compute
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
+from tests.looped import looped
 
 F, B = unit_costs(Action(0, Op.F, 0)), unit_costs(Action(0, Op.B, 0))
 
@@ -75,7 +76,7 @@ def test_a_whole_step_has_them_before_its_end_and_sends_nothing_more() -> None:
         assert actions.index(extra[-1]) < actions.index(Action(worker, Op.REDUCE_GRAD))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("num_stages", "num_microbatches", "overhead"),
     [
         (4, 4, 0.0),
@@ -98,7 +99,7 @@ def test_the_floor_is_attained(num_stages: int, num_microbatches: int, overhead:
     assert overhead_floor(num_stages, num_microbatches, F, B) == pytest.approx(overhead, abs=5e-5)
 
 
-@pytest.mark.parametrize("num_stages", range(2, 9))
+@looped("num_stages", range(2, 9))
 def test_small_steps_attain_the_floor_and_appending_is_never_better(num_stages: int) -> None:
     for num_microbatches in range(1, 13):
         ownership = shadowed(Grid(num_stages, num_microbatches))
@@ -121,7 +122,7 @@ def found_by_a_kill(program: Program, ownership: Ownership, stage: int) -> list[
     return found
 
 
-@pytest.mark.parametrize(
+@looped(
     ("grid", "stage", "found"),
     [
         (Grid(4, 8), 0, [(5, 4), (7, 4), (8, 4), (8, 8)]),

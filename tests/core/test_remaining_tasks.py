@@ -19,6 +19,7 @@ from engine.core.program.remaining_tasks import in_flight, merged_compute, start
 from engine.core.program.schedules import SCHEDULES, in_blocks
 from tests.core.drawing import drawn_program, plain
 from tests.core.made_records import made_history
+from tests.looped import looped
 
 _FORWARD_AND_BACKWARD = 3  # units
 
@@ -39,15 +40,15 @@ def test_two_stages_on_one_worker() -> None:
     )
 
 
-@pytest.mark.parametrize("stages", range(1, 9))
-@pytest.mark.parametrize("microbatches", [1, 4, 8, 16])
+@looped("stages", range(1, 9))
+@looped("microbatches", [1, 4, 8, 16])
 def test_fresh_is_one_forward_one_backward(stages: int, microbatches: int) -> None:
     program = merged_compute(fresh(Grid(stages, microbatches)))
     assert tuple(program.values()) == SCHEDULES["1f1b"](stages, microbatches)
 
 
-@pytest.mark.parametrize("stages", range(2, 9))
-@pytest.mark.parametrize("microbatches", [4, 8, 16, 32])
+@looped("stages", range(2, 9))
+@looped("microbatches", [4, 8, 16, 32])
 def test_a_merged_worker_is_the_only_bottleneck(stages: int, microbatches: int) -> None:
     """It has 2M of forward and backward to do, and nobody can do better than to fill and drain the pipeline around."""
     for first in range(stages):
@@ -115,7 +116,7 @@ def disagreement_of_runs(workers: int, blocks: int, microbatches: int) -> str:
     return f"{shape}: time {run.makespan}, stash {run.peak_stash}, instead of {length}, {stash}"
 
 
-@pytest.mark.parametrize("blocks", range(2, 9))
+@looped("blocks", range(2, 9))
 def test_runs_of_blocks_take_the_time_and_the_stash_of_one_forward_one_backward(blocks: int) -> None:
     """`make soak-formulas` has all of W in 2..16 and M in W..64."""
     for workers, microbatches in ((2, 2), (2, 7), (3, 8), (4, 5), (5, 10), (7, 7), (8, 12)):
@@ -160,7 +161,7 @@ def test_fewer_workers_own_the_blocks_of_two_pipelines(workers: int, length: int
     assert length_of(Ownership(grid, owners)) <= length
 
 
-@pytest.mark.parametrize("workers", range(3, 9))
+@looped("workers", range(3, 9))
 def test_without_one_worker_the_others_share_its_work(workers: int) -> None:
     """Four blocks each; the longer runs come first, since the first runs wait least."""
     grid = Grid(4 * workers, 4 * workers)

@@ -17,6 +17,7 @@ from engine.core.protocol.recorded_status import live_status, status_of_history
 from engine.core.protocol.run_status import RunStatus, WorkerStatus
 from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
+from tests.looped import looped
 
 NOW_NS = 7000
 MEMBER = {"pid": 7, "node": "host", "now": [[0, 2]], "before": []}
@@ -121,7 +122,7 @@ def test_a_run_that_is_forming_has_few_keys() -> None:
     assert status_of_keys("mine", {"state": keys()["state"]}, NOW_NS).workers == ()
 
 
-@pytest.mark.parametrize(
+@looped(
     "others",
     [
         {"state": b"\xff"},

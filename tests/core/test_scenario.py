@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from engine.core.faults.fault import After, FaultKind, Parameter, kind_problems
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
 from tests.core.scenario_cases import JOB, KINDS, at, scenario, wanted
+from tests.looped import looped
 
 FIRST = wanted("first", at(5, "2B3"))
 
@@ -51,7 +50,7 @@ def test_a_link_leads_to_a_worker_with_which_the_victim_exchanges_tensors() -> N
     assert told(own - 2, blocks=2, elastic=True) == [], "slots of an elastic job may move"
 
 
-@pytest.mark.parametrize(
+@looped(
     "case",
     [
         scenario(FIRST),
@@ -69,7 +68,7 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
     assert problems(case) == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fault", "problem"),
     [
         (wanted("a", at(12, "0F0")), "at.step: expected a step from 0 to 11, found 12 (the job has 12)"),
@@ -213,7 +212,7 @@ def test_expectations_fit_the_job_and_each_other() -> None:
     assert [each.split(":")[0] for each in found] == ["expect.trajectory", "expect.recovery"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("kind", "name", "value", "read"),
     [
         ("stop", "for", "100ms", 100_000_000),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import ANY_HOSTS, After, Host, InStep, Worker
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, scenario_plain
@@ -16,6 +14,7 @@ from engine.files.jobs.scenario_file import load_document, load_scenario
 from engine.files.strict_yaml import read_text
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted
+from tests.looped import looped
 
 
 def again(written: Scenario) -> Scenario:
@@ -23,7 +22,7 @@ def again(written: Scenario) -> Scenario:
     return load_document(Path("x.yaml"), document, kinds(), on=ANY_HOSTS).scenario
 
 
-@pytest.mark.parametrize("name", scenario_names())
+@looped("name", scenario_names())
 def test_the_library(name: str) -> None:
     found = load_scenario(name, kinds(), on=ANY_HOSTS).scenario
     assert again(found) == found

@@ -13,6 +13,7 @@ from engine.core.program.passes import overhead_floor
 from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
 from engine.core.program.schedules import SCHEDULES, op_costs, pairs_of
 from tests.core.drawing import drawn, plain
+from tests.looped import looped
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def problems_of(schedule: str, stages: int, v: int, m: int = 8, choice: str = "a
     return [str(each) for each in check_schedule(schedule, stages, v, m, choice)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("second", "told"),
     [
         ("1F0,1B0,1F1,1B1,1B1", "worker 1, position 4: 1B1: stands twice"),

@@ -18,6 +18,7 @@ from engine.core.program.owners import on_owners
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedules import SCHEDULES, Schedule
 from tests.core.passing_time import passed
+from tests.looped import looped
 
 FORWARD, BACKWARD = 1, 2
 WORKERS = (2, 3, 4, 5, 6, 7, 8, 11, 16)  # of the part
@@ -127,7 +128,7 @@ def test_twenty_workers_stash_at_most_a_part_of_what_1f1b_does(name: str, part: 
     assert max(map(peak_stash, SCHEDULES[name](20, 40, 2))) / 2 <= part * whole
 
 
-@pytest.mark.parametrize("name", LISTS)
+@looped("name", LISTS)
 def test_the_dry_run_says_the_same(name: str) -> None:
     schedule = SCHEDULES[name]
     for p, v, m in [each for each in shapes(schedule) if each[0] in (2, 3, 5, 8) and each[2] in (1, 2, 3, 8, 17, 20)]:
@@ -138,7 +139,7 @@ def test_the_dry_run_says_the_same(name: str) -> None:
         assert (list(run.waits.values()), run.makespan) == (waits, length)
 
 
-@pytest.mark.parametrize("name", LISTS)
+@looped("name", LISTS)
 def test_every_microbatch_goes_forward_and_back_once_and_in_order(name: str) -> None:
     schedule = SCHEDULES[name]
     for p, v, m in shapes(schedule, range(1, 65, 7), WORKERS):

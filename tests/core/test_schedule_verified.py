@@ -16,6 +16,7 @@ from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from tests.core.corruptions import CORRUPTIONS
 from tests.core.recovery_cases import seeded
+from tests.looped import looped
 
 _WITHOUT_CHOICE: tuple[Redundancy, ...] = ("none", "lazy")  # a redundant forward may be there, or not
 
@@ -51,7 +52,7 @@ def test_there_are_many_kinds_of_corruption() -> None:
 
 
 # A whole step hands nothing over: the plans of hand-overs are spoiled in test_plan_verified.py.
-@pytest.mark.parametrize("kind", [each for each in CORRUPTIONS if not {"HAND", "SHIP"} & {*each.split()}])
+@looped("kind", [each for each in CORRUPTIONS if not {"HAND", "SHIP"} & {*each.split()}])
 def test_a_corrupted_program_is_refused(kind: str) -> None:
     order, found = seeded(2), 0
     while found < 25:

@@ -14,6 +14,7 @@ from engine.core.program.schedule_csv import lists_from_csv, named_pairs, rows_t
 from engine.core.program.schedules import SCHEDULES, of_kind, overlap_of, pairs_of, with_pairs_together
 from engine.core.program.verify import verify
 from tests.core.drawing import drawn, drawn_program, plain, program_of
+from tests.looped import looped
 
 SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in (*range(1, 34), 63, 64)]
 
@@ -114,7 +115,7 @@ def test_peak_stash_of_every_stage() -> None:
 NAME = "dualpipev-overlapped"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("first", "second", "kind"),
     [
         ("2F3", "1B2", "OVERLAP_F_B"),

@@ -20,6 +20,7 @@ from engine.core.hosts.host_messages import (
     whole_bytes,
 )
 from engine.runtime.agent.frames import MOST_BYTES, frame, read_frame, shipped_frame, shipped_parts
+from tests.looped import looped
 
 ACTIONS = "steps/actions-0-0.bin"
 
@@ -59,7 +60,7 @@ def test_a_part_ends_behind_a_line_or_an_entry() -> None:
     assert whole_bytes(ACTIONS, 0, bytes(5)) == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     "file",
     ["run.json", "../events.jsonl", "/etc/passwd", "steps/../events.jsonl", "logs/worker-0.log", "steps/x.bin", ""],
 )
@@ -68,7 +69,7 @@ def test_only_records_are_written(file: str) -> None:
     assert "no part of the records" in refused(("a", file, 0, 0))
 
 
-@pytest.mark.parametrize("node", ["", "..", ".", "a/b", "/a", "a\n", "a/..", "x" * 64])
+@looped("node", ["", "..", ".", "a/b", "/a", "a\n", "a/..", "x" * 64])
 def test_a_host_has_a_name_that_is_no_path(node: str) -> None:
     assert "no part of the records" in refused((node, EVENTS, 0, 0))
 

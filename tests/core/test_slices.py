@@ -19,6 +19,7 @@ from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from tests.core.provenance import State, hashed
 from tests.core.recovery_cases import ANY_ORDER, Job, distinct_kills, hand_overs, random_history, random_job, seeded
+from tests.looped import looped
 
 _POLICIES: tuple[tuple[Redundancy, bool], ...] = (("lazy", True), ("eager", False))
 _SLICED = [name for name, schedule in SCHEDULES.items() if schedule.overlaps is None and name != "dualpipe"]
@@ -101,7 +102,7 @@ def test_every_schedule_runs_to_its_end(name: str, slices: int) -> None:
                 assert verify(build_program(name, shadowed, "eager", log_every=slices), shadowed) == ()
 
 
-@pytest.mark.parametrize("name", _SLICED)
+@looped("name", _SLICED)
 def test_the_worker_that_took_over_has_a_list_of_slices(name: str) -> None:
     """The steps after a death, in the order of the schedule for the workers that are left."""
     schedule = SCHEDULES[name]
@@ -165,7 +166,7 @@ def test_a_worker_hands_over_between_slices() -> None:
     assert handed
 
 
-@pytest.mark.parametrize(
+@looped(
     "fields",
     [
         {"fsdp": 1, "pipelines": 2},

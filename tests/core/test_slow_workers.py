@@ -13,6 +13,7 @@ from engine.core.protocol.assignment import assign, step_time
 from engine.core.protocol.measured_facts import MeasuredFacts
 from engine.core.protocol.rebalancing import QUIET_STEPS, Rebalancing, after_assignment, is_due
 from engine.core.protocol.worker_times import Compute, PaceChange, Paces, after_step, members_only, speeds
+from tests.looped import looped
 
 GRID = Grid(16, 16)
 WORKERS = (0, 1, 2, 3)
@@ -110,7 +111,7 @@ def test_a_thousand_steps_on_a_busy_machine_move_nothing(seed: int) -> None:
     assert run.changes == []
 
 
-@pytest.mark.parametrize("period", [4, 6, 8, 12, 30, 45])
+@looped("period", [4, 6, 8, 12, 30, 45])
 def test_a_speed_that_flaps_makes_one_move_in_fifty_steps(period: int) -> None:
     run = Training(
         lambda worker, step: 2.0 if worker == 1 and step >= 20 and step % (2 * period) < period else 1.0

@@ -12,6 +12,7 @@ from engine.core.job.job_rules import check_job
 from engine.core.job.partition import partition, smallest_stage
 from engine.core.ownership import directions_of
 from engine.core.program.schedules import SCHEDULES
+from tests.looped import looped
 
 
 def test_a_negative_number_is_refused() -> None:
@@ -19,7 +20,7 @@ def test_a_negative_number_is_refused() -> None:
     assert problem == "standby: expected a whole number >= 0, found -1"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@looped("schedule", SCHEDULES)
 def test_workers_may_join_under_every_schedule(schedule: str) -> None:
     known, ways = SCHEDULES[schedule], directions_of(schedule)
     sizes: dict[str, Any] = {"stages_per_worker": known.stages_per_worker[0], "microbatches": 8, "standby": 1}
@@ -29,8 +30,8 @@ def test_workers_may_join_under_every_schedule(schedule: str) -> None:
         assert check_job(Job(schedule=schedule, stages=8, elastic=True, blocks=2, **shards)) == []
 
 
-@pytest.mark.parametrize("form", ["uniform", "2,5", "1,3,4", "3"])
-@pytest.mark.parametrize("num_layers", range(3, 14))
+@looped("form", ["uniform", "2,5", "1,3,4", "3"])
+@looped("num_layers", range(3, 14))
 def test_the_smallest_stage_is_that_of_the_cut(form: str, num_layers: int) -> None:
     num_stages = 3 if form == "uniform" else form.count(",") + 2
     found = smallest_stage(form, num_stages, num_layers)

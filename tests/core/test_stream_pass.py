@@ -17,6 +17,7 @@ from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
 from tests.core.recovery_cases import Failure, Job, assert_faultless, random_history, random_job, seeded, single_kills
+from tests.looped import looped
 
 BOTH: tuple[Redundancy, ...] = ("lazy", "eager")
 SHADOWED = Ownership(Grid(2, 3), (0, 1), ((1,), (0,)))
@@ -106,8 +107,8 @@ def behind(program: Program, ownership: Ownership, slot: Slot) -> int:
     return most
 
 
-@pytest.mark.parametrize("log_every", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb1p"])
+@looped("log_every", [1, 2, 3])
+@looped("schedule", ["1f1b", "gpipe", "zb1p"])
 def test_what_a_shadow_lacks_is_bounded(schedule: str, log_every: int) -> None:
     for stages, microbatches, pipelines, redundancy in product((2, 4), (4, 9), (1, 2), BOTH):
         grid = Grid(stages, microbatches, pipelines)
@@ -164,7 +165,7 @@ def test_a_stream_holds_just_the_microbatches_so_far(spoiled: str, rule: str) ->
     assert [str(each) for each in verify(program, ownership)] == ([rule] if rule else [])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("shadow", "rule"),
     [
         ("0F0 0F1 0STREAM0", ""),

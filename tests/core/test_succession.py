@@ -18,6 +18,7 @@ from engine.core.protocol.membership import step
 from engine.core.protocol.state import Phase
 from engine.core.protocol.succession import ProcessOnHost, last_number, restarts_all, succession
 from tests.core.coordinator_cases import begun, committed, training
+from tests.looped import looped
 
 EXCLUDED = Exclusion(6, "was lost", Cause.DEATH)
 
@@ -69,7 +70,7 @@ def test_a_run_that_was_to_go_on_after_a_checkpoint_is_not_taken_over() -> None:
         succession(begun(), {}, "a", 0)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@looped("seed", range(300))
 def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(seed: int) -> None:
     """Whatever each host holds, the state and the processes name the same living workers."""
     chance = random.Random(seed)  # noqa: S311

@@ -18,6 +18,7 @@ from engine.core.protocol.measured_facts import MeasuredFacts
 from tests.core import recovery_cases
 from tests.core.recovery_cases import ANY_ORDER, assert_faultless, distinct_kills, seeded
 from tests.core.test_unshard_pass import most_whole
+from tests.looped import looped
 
 NAMED = [name for name in SCHEDULES if not is_in_list_order(name, Grid(1, 1))]
 
@@ -42,7 +43,7 @@ def length_of(ownership: Ownership, schedule: str) -> float:
     return dry_run(owners_program(schedule, ownership.grid, ownership.owners).whole(), ownership).makespan
 
 
-@pytest.mark.parametrize("schedule", NAMED)
+@looped("schedule", NAMED)
 def test_a_schedule_orders_any_number_of_runs_as_its_stages(schedule: str) -> None:
     per_worker, ways = order_of(schedule).stages_per_worker, directions_of(schedule)
     for workers in range(2, 5, ways):
@@ -72,7 +73,7 @@ def test_other_runs_are_those_of_the_list_scheduler() -> None:
     assert teams_of("zb1p", sharded) == (), "owners in other pipelines put a stage together at the same places"
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if directions_of(name) == 1])
+@looped("schedule", [name for name in SCHEDULES if directions_of(name) == 1])
 def test_shards_of_unlike_runs_are_unsharded_stage_by_stage(schedule: str) -> None:
     """Two pipelines with the same runs: no worker has more unsharded than a stage, however many blocks that is."""
     grid = Grid(11, 6, 2, blocks=11, fsdp=1)
@@ -110,7 +111,7 @@ def test_a_kill_in_a_step_of_unlike_runs(schedule: str, every: int) -> None:
         assert_faultless(failure)
 
 
-@pytest.mark.parametrize("schedule", NAMED)
+@looped("schedule", NAMED)
 def test_the_policy_deals_blocks_as_the_schedule_has_its_stages(schedule: str) -> None:
     """Two workers, four, then three and one; it took the stages of each worker apart without any change before."""
     order, ways = order_of(schedule), directions_of(schedule)

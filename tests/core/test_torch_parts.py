@@ -29,13 +29,14 @@ from engine.core.job.torch_parts import (
     scaling_problems,
 )
 from engine.core.job.update_rules import MONITOR, depends_on_steps, preloads, update_problems
+from tests.looped import looped
 
 OF_BAMBOO = {"params", "lr", "foreach", "fused", "capturable", "differentiable", "adjust_lr_fn"}
 OF_SCHEDULES = {"optimizer", "last_epoch", "max_lr", "epochs", "steps_per_epoch", "scale_fn", "cycle_momentum"}
 OF_SCHEDULES |= {"base_momentum", "max_momentum"}
 
 
-@pytest.mark.parametrize("part", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+@looped("part", OPTIMIZERS.values())
 def test_the_arguments_of_an_optimizer_are_torchs(part: TorchPart) -> None:
     theirs = inspect.signature(getattr(torch.optim, part.cls)).parameters
     assert set(part.arguments) == set(theirs) - OF_BAMBOO - ({"eps"} if part.cls == "Adafactor" else set())
@@ -44,7 +45,7 @@ def test_the_arguments_of_an_optimizer_are_torchs(part: TorchPart) -> None:
         assert default == theirs[name].default or default == (theirs[name].default or 0), name
 
 
-@pytest.mark.parametrize("part", SCHEDULES.values(), ids=list(SCHEDULES))
+@looped("part", SCHEDULES.values())
 def test_the_arguments_of_a_schedule_are_torchs(part: TorchPart) -> None:
     theirs = inspect.signature(getattr(lr_scheduler, part.cls)).parameters
     ours = set(part.arguments) | ({part.horizon} if part.horizon else set())
@@ -64,7 +65,7 @@ def told(**fields: Any) -> list[str]:
     return [str(each) for each in update_problems(Job(**fields))]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fields", "words"),
     [
         ({"optimizer": "LBFGS"}, "it calls the model again inside of a step"),
@@ -181,7 +182,7 @@ def test_only_float16_is_scaled() -> None:
     assert LossScaling().first() == LossScale(65536.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fields", "told"),
     [
         ({"scaler_args": {"init_scale": 2}}, "scaler_args.init_scale: expected dtype float16 with it, found float32"),

@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 
 from engine.core.transient_errors import RetryLimits, is_transient
+from tests.looped import looped
 
 
 class Marked(RuntimeError):
@@ -18,7 +19,7 @@ class Final(ConnectionError):
     is_transient = False
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "passes"),
     [
         *((OSError(number, "x"), True) for number in (errno.EIO, errno.EAGAIN, errno.ESTALE, errno.EBUSY)),
@@ -34,7 +35,6 @@ class Final(ConnectionError):
         (ValueError("[Errno 5]"), False),
         (KeyboardInterrupt(), False),
     ],
-    ids=repr,
 )
 def test_only_errors_that_name_a_cause_that_passes_are_transient(error: BaseException, passes: bool) -> None:
     assert is_transient(error) is passes
@@ -46,7 +46,7 @@ def test_one_exception_may_be_marked_alone() -> None:
     assert is_transient(error)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("tries", "total_s", "waits"),
     [
         (0, 60.0, []),

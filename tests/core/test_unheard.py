@@ -8,9 +8,10 @@ import pytest
 
 from engine.core.errors import InvariantError
 from engine.core.hosts.ends import missing_decisions
+from tests.looped import looped
 
 
-@pytest.mark.parametrize("seed", range(100))
+@looped("seed", range(100))
 def test_any_host_that_is_left_gets_all_that_one_of_them_has_heard(seed: int) -> None:
     """Three hosts in turn are lost; each one has a beginning of the list, and tells what the next one may lack."""
     chance = random.Random(seed)  # noqa: S311

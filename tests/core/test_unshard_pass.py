@@ -17,6 +17,7 @@ from engine.core.program.passes import with_unshards
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.teams import teams_of
 from engine.core.program.verify import verify
+from tests.looped import looped
 
 PLACED = ("interleaved", 4, 2)  # schedule, stages, stages of a worker
 
@@ -120,7 +121,7 @@ def test_nobody_else_may_put_a_stage_together() -> None:
     assert (violation.action, violation.rule) == ("1UNSHARD", "belongs to worker 1, the owner of its slot")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fields", "told"),
     [
         ({"pipelines": 2, "redundancy": "none", "stages_per_worker": 2, "schedule": "interleaved"}, []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from engine.core.program.verify import Violation, verify
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
+from tests.looped import looped
 
 NUM_GENERATED = 600
 TWO = fresh(Grid(2, 2))
@@ -33,8 +33,8 @@ def test_hundreds_of_generated_programs_are_accepted() -> None:
     assert len(orders_seen) > NUM_GENERATED / 2
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(4, 8), Grid(5, 2, pipelines=2), Grid(3, 3, ties=((0, 2),))])
+@looped("schedule", SCHEDULES)
+@looped("grid", [Grid(1, 1), Grid(4, 8), Grid(5, 2, pipelines=2), Grid(3, 3, ties=((0, 2),))])
 def test_schedules_are_accepted(schedule: str, grid: Grid) -> None:
     ownership = fresh(grid)
     assert verify(build_program(schedule, ownership), ownership) == ()
@@ -284,7 +284,7 @@ def test_exactly_what_executes_is_accepted(case: Case, moves: list[tuple[int, in
         assert violation.rule
 
 
-@pytest.mark.parametrize(
+@looped(
     ("ownership", "wrong", "text"),
     [
         (TWO, "0F2", "worker 0, position 0: 0F2: outside the grid of 1 x 2 slots and 2 microbatches"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from engine.core.protocol.rebalancing import (
     HAND_OVER_NS,
     LeaveStrategy,
@@ -14,12 +12,13 @@ from engine.core.protocol.rebalancing import (
     way_out,
 )
 from tests.core.membership_cases import S, running
+from tests.looped import looped
 
 USUAL = (2 * S, 2 * S, 9 * S)
 BOUNDARY, INSIDE, NONE = LeaveStrategy
 
 
-@pytest.mark.parametrize(
+@looped(
     ("left_s", "spent_s", "way"),
     [
         (120, 0.1, BOUNDARY),

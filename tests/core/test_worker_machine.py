@@ -91,6 +91,7 @@ from engine.core.protocol.worker_state import (
     Validate,
     WorkerState,
 )
+from tests.looped import looped
 
 GRID = Grid(2, 4)
 MEASURED = (Evaluation("validation", 32, 1.5, {"accuracy": 0.25}),)
@@ -243,8 +244,8 @@ def test_every_pair_of_mode_and_input_has_the_cell_that_it_should_have() -> None
     assert [in_mode(mode).mode for mode in Mode] == list(Mode)
 
 
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("kind", KINDS)
+@looped("mode", Mode)
+@looped("kind", KINDS)
 def test_a_cell_is_a_rule_or_changes_nothing_or_says_why_it_cannot_be(mode: Mode, kind: type) -> None:
     cell, state = TABLE[mode, kind], in_mode(mode)
     if (mode, kind) == (Mode.FROZEN, StepTaken):
@@ -546,7 +547,7 @@ def test_a_plan_is_never_accepted_while_a_program_runs() -> None:
         step(running(3), ProtocolMessage(document(1, 2)))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in Mode if mode not in (Mode.JOINING, Mode.WAITING, Mode.OUT)])
+@looped("mode", [mode for mode in Mode if mode not in (Mode.JOINING, Mode.WAITING, Mode.OUT)])
 def test_a_newer_epoch_ends_every_wait_even_if_one_is_skipped_and_an_old_one_changes_nothing(mode: Mode) -> None:
     state, outputs = step(in_mode(mode), ProtocolMessage(epoch(9)))
     assert (state.mode, state.epoch, outputs) == (Mode.FROZEN, 9, (MarkPhase("fence"), CountHeld()))

@@ -21,6 +21,7 @@ from engine.files.accelerators import (
     sharing,
     torch_cuda,
 )
+from tests.looped import looped
 
 NONE = Accelerators()
 ONE = Accelerators(1, ("NVIDIA H100 80GB HBM3",), "570.86.15", "13.0", (2, 28, 9))
@@ -85,7 +86,7 @@ def test_the_build_of_torch_is_read_without_importing_it() -> None:
     assert isinstance(torch_cuda(), str)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("job", "found", "device", "why"),
     [
         (Job(), NONE, "cpu", "auto: no GPU"),
@@ -110,7 +111,7 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
     assert because.startswith(why) and bool(because) == bool(why)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("job", "found", "told"),
     [
         (Job(device="cuda"), NONE, "device cuda needs one GPU per worker, and there is no GPU; use --device cpu$"),

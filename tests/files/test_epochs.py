@@ -23,6 +23,7 @@ from engine.files.strict_yaml import read_text
 from engine.harness import job_checks
 from engine.models.data_sources import answer_about
 from engine.runtime.faults.registry import kinds
+from tests.looped import looped
 
 COUNTING = replace(ANYTHING, samples_of=lambda job: 7 * 32)  # a step of the default job has 32 samples
 
@@ -34,7 +35,7 @@ def file(text: str) -> Layer:
 RECORD = json.dumps(asdict(Job(epochs=2, steps=30)))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("layers", "steps_and_epochs"),
     [
         ([file("epochs: 3")], (21, 3)),
@@ -44,7 +45,6 @@ RECORD = json.dumps(asdict(Job(epochs=2, steps=30)))
         ([file(RECORD)], (30, 2)),
         ([file(RECORD), flag_layer({"epochs": "3"})], (21, 3)),
     ],
-    ids=["a file", "a flag over steps", "steps over epochs", "none", "a record", "a flag over a record"],
 )
 def test_the_last_layer_that_has_epochs_or_steps_counts(layers: list[Layer], steps_and_epochs: tuple[int, int]) -> None:
     job = merge(layers, COUNTING).job
@@ -74,7 +74,7 @@ def test_every_sample_is_trained_as_often_as_there_are_epochs() -> None:
         merge([file("epochs: 3")], replace(ANYTHING, samples_of=lambda job: 0))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "every"),
     [
         ("validate_every: 1epoch\ncheckpoint_every: 2 epochs", (7, "14")),

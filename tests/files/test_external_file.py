@@ -15,6 +15,7 @@ from engine.files.jobs.forms import external_schema
 from engine.files.jobs.library import find_scenario, library
 from engine.files.strict_yaml import read_text, read_yaml
 from engine.runtime.faults.registry import kinds
+from tests.looped import looped
 
 HEAD = "version: 1\nname: mine\nabout: a test\nlauncher: torchrun\n"
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "train.py")
@@ -31,7 +32,7 @@ def test_a_fault_strikes_by_default_the_rank_that_reports_the_step() -> None:
     assert (fault.id, fault.do, fault.parameters) == ("fault-1", "terminate", {"grace_ns": 2 * 10**9})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "told"),
     [
         (
@@ -86,7 +87,7 @@ def test_a_command_comes_from_the_file_or_the_command_line() -> None:
         loaded("faults:\n  - {at: {step: 4, rank: 0}, do: kill}\n", ())
 
 
-@pytest.mark.parametrize("path", sorted((library() / "external").glob("*.yaml")), ids=lambda path: path.stem)
+@looped("path", sorted((library() / "external").glob("*.yaml")))
 def test_the_shipped_scenarios_fit_a_job_of_two_ranks(path: Path) -> None:
     document = read_yaml(find_scenario(f"external/{path.stem}"))
     assert is_external(document)

@@ -14,6 +14,7 @@ from bamboo_cli.app import app
 from engine.core.errors import UserError
 from engine.core.job.job import Job
 from engine.files.jobs.job_file import resolve_job
+from tests.looped import looped
 
 FILES = {
     "job.yaml": "model: mlp\nsteps: 6\n",
@@ -41,7 +42,7 @@ def write_record(**more: object) -> None:
     Path("run.json").write_text(json.dumps(RECORD | {"result": None} | more, indent=2) + "\n")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("command", "problem"),
     [
         ("run s.yaml", "s.yaml: expected a job or the record of a run, found a scenario (run it with: bamboo inject "),
@@ -79,7 +80,7 @@ def test_a_scenario_may_be_the_argument_of_inject() -> None:
     assert plans[0] == plans[1] != ""
 
 
-@pytest.mark.parametrize("name", [*FILES, "run.json", "matrix-smoke", "kill-first-stage"])
+@looped("name", [*FILES, "run.json", "matrix-smoke", "kill-first-stage"])
 def test_validate_takes_all_of_them(name: str) -> None:
     """`bamboo validate matrix-smoke` said that it is a matrix, and refused it."""
     assert f"{name}: valid: " in CliRunner().invoke(app, ["validate", name]).output

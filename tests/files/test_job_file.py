@@ -12,6 +12,7 @@ from engine.core.job.job import Job
 from engine.core.program.schedules import SCHEDULES
 from engine.files.jobs.job_file import resolve_job
 from engine.files.jobs.resolved_job import ResolvedJob, explain
+from tests.looped import looped
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ LEVELS = (
 )
 
 
-@pytest.mark.parametrize("top", range(len(LEVELS)))
+@looped("top", range(len(LEVELS)))
 def test_each_level_wins_over_all_below_it(top: int) -> None:
     # The layer at level n says stages: 10 + n.
     files = {1: "user/bamboo/job.yaml", 2: "bamboo.yaml", 3: "job.yaml"}
@@ -141,7 +142,7 @@ def test_reserved_and_foreign_variables_are_left_alone() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "message"),
     [
         ("stagse: 2", "job.yaml:1:1: stagse: expected a field of the job (did you mean 'stages'?)"),
@@ -178,7 +179,7 @@ def test_a_mistake_in_a_file_has_its_place_and_message(text: str, message: str) 
     assert problems(text) == [message]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("environment", "message"),
     [
         ({"BAMBOO_STAGE": "2"}, "BAMBOO_STAGE: expected a variable that bamboo knows (did you mean 'BAMBOO_STAGES'?)"),
@@ -197,7 +198,7 @@ def test_a_mistake_in_a_variable_names_it(environment: dict[str, str], message: 
     assert problems(None, environment) == [message]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("setting", "message"),
     [
         ("stages", "--set: expected FIELD=VALUE, found 'stages'"),

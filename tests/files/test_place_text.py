@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from engine.files.checkpoint_storage import folder_at, is_half_url, is_url
+from tests.looped import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "folder"),
     [
         ("kept", "kept"),
@@ -30,8 +29,6 @@ def test_a_place_is_a_folder_or_a_url(text: str, folder: str | None) -> None:
     assert is_url(text) == (folder is None or text.lower().startswith("file:"))
 
 
-@pytest.mark.parametrize(
-    "text", ["file:relative", "file:/data", "FILE://host/data", "file://", "a:b", "s3:/bucket", "s3://", "://x"]
-)
+@looped("text", ["file:relative", "file:/data", "FILE://host/data", "file://", "a:b", "s3:/bucket", "s3://", "://x"])
 def test_what_only_looks_like_a_url_is_neither(text: str) -> None:
     assert is_half_url(text)

@@ -20,6 +20,7 @@ from engine.files.jobs.scenario_file import LoadedScenario, load_document, load_
 from engine.files.strict_yaml import read_text
 from engine.harness.case import case_of_file, scenario_record, whole_text
 from engine.runtime.faults.registry import kinds
+from tests.looped import looped
 
 HEAD = "version: 1\nname: x\nabout: z\n"
 FAULTS = "faults: [{at: {step: 1, stage: 1}, do: kill}]\n"
@@ -93,7 +94,7 @@ def test_a_whole_job_stays_as_it_is() -> None:
     )
 
 
-@pytest.mark.parametrize("name", scenario_names())
+@looped("name", scenario_names())
 def test_the_library_carries_its_own_jobs(name: str) -> None:
     Path("bamboo.yaml").write_text("stages: 2\nlr: 9\n")
     loaded = load_scenario(name, kinds(), on=ANY_HOSTS)

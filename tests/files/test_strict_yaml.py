@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.core.errors import UserError
 from engine.files.strict_yaml import MAX_BYTES, read_scalar, read_text, read_yaml
+from tests.looped import looped
 
 INDENT = "indent this line as its neighbours: keys of one mapping, and items of one list, begin in one column"
 
@@ -25,7 +26,7 @@ ONE_WAY = "expected a value that reads only one way, found"
 TWICE = "expected one value, found a second one"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "message"),
     [
         # Values on which YAML readers disagree.
@@ -113,7 +114,7 @@ def test_depth_is_bounded_through_keys_too() -> None:
     assert problems("[" * 20 + "]" * 20) == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "value"),
     [
         ("3", 3),

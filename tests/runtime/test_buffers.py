@@ -13,6 +13,7 @@ from engine.models.losses import default_loss
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, overwrite, snapshot_of
 from engine.runtime.stage.stage import Stage
 from tests.e2e.state_models import KINDS, Aliased, Counting, Large
+from tests.looped import looped
 
 WIDTH = 8
 
@@ -41,7 +42,7 @@ def test_a_copy_shares_memory_where_the_buffers_do_and_nowhere_else() -> None:
     assert address(own["ones"]) != address(own["whole"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@looped(
     "buffer",
     [
         torch.arange(12.0).view(3, 4),
@@ -185,7 +186,7 @@ def viewed(change: str) -> Sees:
     return Sees(change, memory[0], memory)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("build", "expected", "found"),
     [
         (lambda: Sees("made", None), FORM, "otherwise: 'seen' of layer 1"),

@@ -6,12 +6,12 @@ import weakref
 from collections import deque
 from typing import Any
 
-import pytest
 import torch
 
 from engine.runtime.device.device import HOST
 from engine.runtime.transport.transfers import arriving, chunks_of, post_bulk, receive_bulk, send_bulk
 from engine.runtime.transport.transport import TensorSpec
+from tests.looped import looped
 
 MIB = 1 << 20
 
@@ -38,10 +38,8 @@ class Line:
         return tensors
 
 
-@pytest.mark.parametrize("is_posted", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "is_one"), [((3, 0, 5), True), ((3, MIB), False), ((40 * MIB,), False), ((0,), True)]
-)
+@looped("is_posted", [False, True])
+@looped(("sizes", "is_one"), [((3, 0, 5), True), ((3, MIB), False), ((40 * MIB,), False), ((0,), True)])
 def test_a_receive_that_was_posted_ahead_is_not_posted_again(
     is_posted: bool, sizes: tuple[int, ...], is_one: bool
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.data import Chunk, Mark, split
+from tests.looped import looped
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def test_parts_of_a_dataclass_are_cut_by_their_names() -> None:
     assert is_same([part["lr"] for part in parts], [value["lr"]] * 3)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("value", "spec", "told"),
     [
         ({"x": [arange(5)]}, None, r"batch\.x\.0: expected a multiple of 2 along dimension 0, found 5"),

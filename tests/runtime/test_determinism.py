@@ -23,6 +23,7 @@ from engine.runtime.device import device as determinism
 from engine.runtime.device.device import WithoutForm, changed, set_up
 from engine.runtime.worker import worker
 from tests.doubles.fake_gpu import fake_gpu
+from tests.looped import looped
 from tests.runtime.impure_layers import Linear, between
 from tests.runtime.small_jobs import WIDTH
 from tests.runtime.test_pure_check import check_of, run
@@ -133,7 +134,7 @@ def test_code_that_changes_a_setting_is_refused() -> None:
     assert told.startswith("deterministic: expected torch.set_deterministic_debug_mode as 2, found 1")
 
 
-@pytest.mark.parametrize("setting", [each for each in ON_GPUS if not each.may_change], ids=lambda each: each.name)
+@looped("setting", [each for each in ON_GPUS if not each.may_change])
 def test_each_change_of_a_setting_is_seen(setting: Any) -> None:
     set_up(ON_GPUS)
     assert changed(ON_GPUS) == []

@@ -29,6 +29,7 @@ from engine.runtime.transport.direct_transport import EndChannel
 from engine.runtime.worker import microbatches as microbatch_loader
 from tests.doubles.fake_gpu import PLACE, FakeGpu, MixedDevicesError, fake_gpu
 from tests.kills import parse_kills
+from tests.looped import looped
 from tests.runtime.marked_waits import unmarked_waits
 from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
 from tests.runtime.thread_runs import run_in_threads
@@ -211,7 +212,7 @@ def test_the_double_refuses_what_a_gpu_refuses() -> None:
         assert there.cpu().numpy().tolist() == [1, 1, 1] and gpu.copies["to host"] == 1
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rank", "num_gpus", "shares", "number"),
     [
         (0, 1, False, 0),

@@ -28,6 +28,7 @@ from engine.runtime.device.device_faults import DeviceTrouble
 from engine.runtime.transport.direct_transport import GroupEnd
 from engine.runtime.transport.transport import ProgramPurpose, program_key
 from tests.doubles.fake_gpu import fake_gpu
+from tests.looped import looped
 from tests.runtime.thread_runs import run_in_threads
 
 JOB = Job(model="mlp", steps=4, stages=3, microbatches=2, validate_every=0, hang_after="300ms")
@@ -222,7 +223,7 @@ class Hostile(RuntimeError):
         raise AssertionError
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "words"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "2.00 GiB"),

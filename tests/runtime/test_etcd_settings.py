@@ -8,6 +8,7 @@ import pytest
 
 from engine.core.errors import UserError
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret, read_settings
+from tests.looped import looped
 
 PASSWORD = "s3cret-word"  # noqa: S105 made up
 
@@ -34,7 +35,7 @@ def test_endpoints_that_are_accepted(text: str, shown: str) -> None:
     assert " ".join(str(endpoint) for endpoint in settings.endpoints) == shown
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         *("", "host", "host:", ":2379", "host:0", "host:65536", "host:123456", "host:-1", "host:+1", "host: 1"),

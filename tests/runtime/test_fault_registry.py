@@ -13,6 +13,7 @@ from engine.core.faults.fault import HOST_KINDS, ActsOn, ParameterForm, Paramete
 from engine.runtime.faults import registry
 from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 from engine.runtime.faults.registry import worker_kinds as kinds
+from tests.looped import looped
 
 _PROCESS = ("kill", "terminate", "stop", "exit", "raise", "abort", "segfault", "oom", "slow", "hang", "nan", "flip-bit")
 KINDS: dict[str, ActsOn] = {
@@ -66,7 +67,7 @@ def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) 
         fault_kind("tickle", "Again.", "worker", at_once)(tickle)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "sign", "value", "parameters", "shown"),
     [
         ("kill", "exit", -9, {}, True),

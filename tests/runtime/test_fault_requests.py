@@ -17,6 +17,7 @@ from engine.core.job.job import Job
 from engine.runtime.agent.injector import FaultRequests, read_request
 from engine.runtime.agent.requests import RequestFile
 from engine.runtime.process.recorder import Recorder, open_events
+from tests.looped import looped
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 WORKERS = (0, 1, 2)
@@ -40,7 +41,7 @@ def test_a_good_request_is_read() -> None:
     assert read_request(written(GOOD[1]), JOB, WORKERS, ("a",)) == GOOD[1:]
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         "",

@@ -27,6 +27,7 @@ from engine.models.data_sources import (
 )
 from engine.models.layers import FunctionLayer
 from engine.models.model_loader import build_model
+from tests.looped import looped
 
 JOB = Job(microbatch_size=2)
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
@@ -141,7 +142,7 @@ def annotated(columns: dict[str, Tensor]) -> None:
     """Takes all columns as one dict."""
 
 
-@pytest.mark.parametrize(
+@looped(
     ("function", "names", "expected"),
     [
         (both, ("input_ids", "mask", "labels"), InputSelection((), {"input_ids": 0, "labels": 2})),

@@ -26,6 +26,7 @@ from engine.core.protocol.worker_times import WorkerTimes
 from engine.runtime.agent import host_servers
 from engine.runtime.agent.host_servers import ReplayBuffer, ReplicatedResults
 from engine.runtime.agent.run_state import RunState
+from tests.looped import looped
 
 JOB = Job(model="mlp", stages=2, steps=6)
 LAYERS = ("a", "b")
@@ -47,7 +48,7 @@ def heard_before(job: Job = JOB) -> tuple[RunState, ReplicatedResults]:
     return own, other
 
 
-@pytest.mark.parametrize("seed", range(100))
+@looped("seed", range(100))
 def test_a_host_that_takes_over_has_the_rows_of_the_host_before(seed: int) -> None:
     """The records of the last step may be lost on the way; its hashes are said again by the workers."""
     chance = random.Random(seed)  # noqa: S311
@@ -132,7 +133,7 @@ def audit_line(step: int, layer: int) -> AuditRecord:
     return AuditRecord(of=layer, step=step, pipeline=0, rows=tuple(row[:3] for row in audit(step, layer).rows))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@looped("seed", range(100))
 def test_two_hosts_take_over_one_after_the_other_and_no_row_is_lost(seed: int) -> None:
     """Each host has heard a part; the next one is completed by the others, and by the hashes that are said again."""
     chance = random.Random(seed)  # noqa: S311

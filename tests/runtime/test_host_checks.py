@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from engine.core.errors import ExitCode
 from engine.files.accelerators import Accelerators
 from engine.harness import host_checks
 from engine.harness.host_checks import Client, HostCheck, Latency, Server
+from tests.looped import looped
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0+cpu",
@@ -33,7 +32,7 @@ TWO = replace(CLIENT, owners=("etcd3 0.12.0", "etcd3-py 0.1.6"))
 OTHER = Client(("etcdpy",), error="TypeError: no")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("check", "status", "part_of_found", "part_of_fix"),
     [
         (host_checks.judge_python((3, 11, 0)), "ok", "3.11.0", ""),
@@ -79,7 +78,7 @@ def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix
     assert bool(check.fix) == (status != "ok")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "gpus", "name", "status", "part_of_found"),
     [
         ({}, NO_GPU, "torch", "ok", "2.13.0+cpu"),

@@ -22,6 +22,7 @@ from engine.runtime.transport.link_wire import _TCP_INFO, Wire
 from engine.runtime.transport.links import Links
 from engine.runtime.transport.peer_link import Ends, PeerLink, host_room
 from engine.runtime.transport.transport import TensorSpec
+from tests.looped import looped
 from tests.runtime.linked import Desk, Linked
 from tests.runtime.peers import an_order
 
@@ -258,7 +259,7 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("name", GARBAGE)
+@looped("name", GARBAGE)
 def test_bytes_that_no_worker_sends_end_their_link_and_nothing_else(name: str) -> None:
     linked = Linked(0, 1, 2)
     one, other, third = linked.enter(0)

@@ -13,6 +13,7 @@ from engine.core.errors import UserError
 from engine.core.job.job import Job
 from engine.core.units import Args
 from engine.runtime.stage.optimizer import LayerOptimizer, trainable
+from tests.looped import looped
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -47,7 +48,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: tensor.detach().reshape(-1).view(torch.uint8).tolist() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "args", "theirs"),
     [
         ("adamw", {}, {}),
@@ -153,7 +154,7 @@ def test_two_layers_share_nothing() -> None:
     assert optimizers[1].state["scale"]["step"].item() == 1
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "args", "message"),
     [
         (

@@ -24,6 +24,7 @@ from engine.models.model_loader import build_model
 from engine.models.traced.ordinary import OutputLoss
 from engine.models.user_code import exception_of
 from engine.runtime.stage.stage import build_layer
+from tests.looped import looped
 
 MODULES = "tests.e2e.ordinary_modules"
 TABLE = np.arange(32, dtype=np.float32)
@@ -246,7 +247,7 @@ def through(layers: list[nn.Module], inputs: Tensors) -> Tensors:
     return inputs
 
 
-@pytest.mark.parametrize("made", RUNS)
+@looped("made", RUNS)
 def test_pieces_give_the_bits_of_the_module(made: type[nn.Module]) -> None:
     job, model, batch = built(f"{__name__}:{made.__name__}")
     layers, module = [build_layer(job, model, index) for index in range(len(model.layers))], whole(job, made)
@@ -472,7 +473,7 @@ REFUSED: dict[type[nn.Module], str] = {
 APPLY = torch.autograd.Function.__dict__["apply"]  # which is another one while a module is recorded
 
 
-@pytest.mark.parametrize("made", REFUSED)
+@looped("made", REFUSED)
 def test_what_cannot_be_recorded_is_refused_with_its_line(made: type[nn.Module]) -> None:
     with pytest.raises(UserError) as caught:
         built(f"{__name__}:{made.__name__}")

@@ -11,6 +11,7 @@ from engine.core.job.job import Job
 from engine.models.layers import LayerSpec, Model, with_skips
 from engine.models.losses import default_loss
 from engine.runtime.stage.stage import Stage
+from tests.looped import looped
 
 
 class Layer(nn.Module):
@@ -90,7 +91,7 @@ def test_gradients_come_back_through_layers_in_between_and_are_not_changed_on_th
     assert [each.item() for each in behind] == [10, 0.5]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("skips", "told"),
     [
         ([("", ""), ("", "a")], "an earlier layer that hands 'a', found none; layer 1 (l1) takes it"),

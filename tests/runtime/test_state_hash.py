@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import struct
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from engine.runtime.stage.state_hash import hash_tensors
+from tests.looped import looped
 
 BASE = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 DTYPES = (
@@ -31,7 +31,7 @@ def test_no_tensors_have_the_hash_of_nothing() -> None:
     assert hash_tensors([]) == hashlib.sha256(b"").hexdigest()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     size = torch.empty(0, dtype=dtype).element_size()
     tensor = torch.zeros(3, dtype=dtype)

@@ -19,6 +19,7 @@ from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
 from engine.runtime.stage.trials import LayerTrial
 from engine.runtime.worker.pure_check import PureCheck, TrialShare
+from tests.looped import looped
 from tests.runtime.test_ordinary_modules import Base, InPlace, LossByMode, OwnGradient, Remembering, Weighted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +86,7 @@ STRAIGHT: dict[type[nn.Module], set[int]] = {
 }
 
 
-@pytest.mark.parametrize(("made", "straight"), STRAIGHT.items())
+@looped(("made", "straight"), STRAIGHT.items())
 def test_only_torchs_own_pure_operations_are_straight(made: type[nn.Module], straight: set[int]) -> None:
     assert check_of(made).model.straight == straight
 

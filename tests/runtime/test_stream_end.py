@@ -11,6 +11,7 @@ import pytest
 from engine.core.errors import InvariantError
 from engine.runtime.agent.frames import MOST_BYTES
 from engine.runtime.agent.wire import StreamEnd
+from tests.looped import looped
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -39,7 +40,7 @@ class Wire:
                 assert self.far.take(self.far_connection, lambda: self.heard.append(frame))  # noqa: B023
 
 
-@pytest.mark.parametrize("seed", range(50))
+@looped("seed", range(50))
 def test_each_frame_comes_once_and_in_order(seed: int) -> None:
     draw, wire, told = random.Random(seed), Wire(), 0  # noqa: S311
     while told < 200:

@@ -17,6 +17,7 @@ from engine.models.streams import StreamPosition
 from engine.runtime.worker.microbatches import DataRetries
 from tests.e2e import stream_models
 from tests.e2e.stream_models import NUMBER, Stateful, number_of, sequence
+from tests.looped import looped
 
 MODELS = "tests.e2e.stream_models:"
 
@@ -46,8 +47,8 @@ def test_a_stream_has_each_item_once_per_pass_in_any_order_of_calls(name: str) -
         assert all(map(torch.equal, *(each.inputs + each.targets for each in batches)))
 
 
-@pytest.mark.parametrize("name", ["plain", "Stateful"])
-@pytest.mark.parametrize("after", [0, 2, 6])
+@looped("name", ["plain", "Stateful"])
+@looped("after", [0, 2, 6])
 def test_a_position_goes_on_exactly_there_also_with_other_microbatches(name: str, after: int) -> None:
     data, whole = _opened(name), [each for step in range(12) for each in _numbers(_opened(name), step)]
     for step in range(after + 1):

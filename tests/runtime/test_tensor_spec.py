@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 
 from engine.runtime.device.device import HOST
 from engine.runtime.transport.transport import TensorSpec, border_of, difference
+from tests.looped import looped
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
-@pytest.mark.parametrize("shape", [(), (0,), (4, 0, 2), (3, 5)])
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
+@looped("shape", [(), (0,), (4, 0, 2), (3, 5)])
 def test_a_spec_survives_a_message(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     spec = TensorSpec(shape, dtype, dtype.is_floating_point)
     assert TensorSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec

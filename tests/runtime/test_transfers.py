@@ -30,6 +30,7 @@ from engine.runtime.transport.transport import (
     program_key,
     validation_key,
 )
+from tests.looped import looped
 from tests.runtime.peers import an_order
 
 
@@ -55,8 +56,8 @@ def test_an_index_beyond_its_range_is_a_bug() -> None:
         program_key(Grid(2, 4), ProgramPurpose.TIE, 0, 0, 4 + 64)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("owners", [(4, 2, 0, 1, 5, 3), (4, 2, 4, 1, 2, 3)])
+@looped("schedule", SCHEDULES)
+@looped("owners", [(4, 2, 0, 1, 5, 3), (4, 2, 4, 1, 2, 3)])
 def test_receiver_and_sender_agree_on_order_keys_and_shapes(schedule: str, owners: tuple[int, ...]) -> None:
     ownership = Ownership(Grid(3, 5, pipelines=2), owners)
     program = build_program(schedule, ownership)

@@ -23,8 +23,9 @@ from tests.simulation.planting import SMALL, all_well, caught, ended
 from tests.simulation.run import run
 from tests.simulation.schedules import joining_case, take_overs
 from tests.simulation.world import World
+from tests.soaked import soaked
 
-HISTORIES = 80
+HISTORIES = 50
 ENTERED = "next group is entered"
 JOINING = replace(SMALL, steps=5, waiting=1, joining=1)
 WANTED = next(  # stages are to move to the joiner
@@ -55,12 +56,13 @@ def test_a_joiner_that_hangs_holds_nobody_up() -> None:
     assert world.membership.committed_ns < ended(replace(SMALL, steps=5)).membership.committed_ns + MS
 
 
-def test_every_death_around_a_join() -> None:
+@pytest.mark.parametrize("stride", [7, soaked(1)])
+def test_every_death_around_a_join(stride: int) -> None:
     moments = run(JOINING).moments
     kills = [
         replace(JOINING, seed=moment % 4, faults=(WANTED, Fault(worker, "moment", moment)))
         for worker, count in enumerate(moments)
-        for moment in range(3, count + 1, 3)
+        for moment in range(3 + worker, count + 1, stride)
     ]
     assert {history.phase for history in all_well(kills)} == {Phase.FINISHED}
 

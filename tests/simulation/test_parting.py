@@ -19,14 +19,16 @@ from tests.simulation.replica import Replica, Stream
 from tests.simulation.run import run
 from tests.simulation.schedules import LEFT_INSIDE, first_step, inside_case, parting_case, short_notices, take_overs
 from tests.simulation.world import World
+from tests.soaked import soaked
 
 HISTORIES = 120
 TAKEN = "residual is taken"
 
 
+@pytest.mark.parametrize("stride", [11, soaked(1)])
 @pytest.mark.parametrize("shape", LEFT_INSIDE, ids=Case.text)
-def test_no_backward_is_run_again_wherever_a_worker_is_told(shape: Case) -> None:
-    for case in short_notices(shape, 5):
+def test_no_backward_is_run_again_wherever_a_worker_is_told(shape: Case, stride: int) -> None:
+    for case in short_notices(shape, stride):
         world = World(case)
         world.run()
         world.judge.end()
@@ -45,10 +47,11 @@ def _time_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_time_to_send")
+@pytest.mark.parametrize("stride", [11, soaked(1)])
 @pytest.mark.parametrize("shape", [*LEFT_INSIDE, Case(2, 3, 2, fsdp=1, schedule="gpipe")], ids=Case.text)
-def test_no_forward_is_run_again_wherever_a_worker_is_told_that_sends_its_residuals(shape: Case) -> None:
+def test_no_forward_is_run_again_wherever_a_worker_is_told_that_sends_its_residuals(shape: Case, stride: int) -> None:
     count = 0
-    for case in short_notices(replace(shape, residuals="ship"), 5):
+    for case in short_notices(replace(shape, residuals="ship"), stride):
         world = World(case)
         world.run()
         world.judge.end()

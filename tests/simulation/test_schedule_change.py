@@ -18,7 +18,7 @@ from tests.simulation.run import run
 from tests.simulation.schedules import changing_case
 from tests.simulation.world import World
 
-HISTORIES = 80
+HISTORIES = 40
 USED = "another schedule is in use"
 THERE = Fault(0, "moment", 8, USE, 1)
 BACK = Fault(0, "moment", 60, USE, 0)
@@ -64,7 +64,7 @@ def kills(case: Case, stride: int) -> Iterator[Case]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.schedule}-{case.redundancy}-{case.fsdp}")
 def test_a_death_at_any_moment_around_both_boundaries(case: Case) -> None:
-    histories = all_well(kills(case, 17))
+    histories = all_well(kills(case, 41))
     assert sum(each.phase is Phase.FINISHED for each in histories) > len(histories) * 0.9
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.simulation.schedules import (
     take_overs,
 )
 from tests.simulation.world import ASKED
+from tests.soaked import soaked
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,20 +40,25 @@ SHARDS = (
 RANDOM = 100
 
 
+@pytest.mark.parametrize("stride", [3, soaked(1)])
 @pytest.mark.parametrize("case", SHARDS, ids=lambda each: f"{each.stages}x{each.pipelines}-{each.schedule}")
-def test_a_shard_survives_every_death(case: Case) -> None:
-    histories = all_well(single_kills(case, 11))
+def test_a_shard_survives_every_death(case: Case, stride: int) -> None:
+    first = SHARDS.index(case)  # other moments in each shape
+    histories = all_well(single_kills(case, 11 * stride, first))
     assert all(len(history.struck) == 1 and history.epoch >= 2 for history in histories)
     assert {history.phase for history in histories} == {Phase.FINISHED}
-    for cases in (pair_cases(case, 797), take_overs(case, 19), hand_overs(case, 97), link_faults(case, 41)):
+    for cases in (pair_cases(case, 797), link_faults(case, 41)):
         all_well(cases)
-    all_well(startup_deaths(case))
+    for cases in (take_overs(case, 19 * stride, first), hand_overs(case, 97 * stride, first)):
+        all_well(cases)
+    all_well(islice(startup_deaths(case), first % stride, None, stride))
 
 
-def test_random_histories() -> None:
-    cases = (random_case(number) for number in range(RANDOM * 8))
+@pytest.mark.parametrize("count", [RANDOM * 2 // 5, soaked(RANDOM)])
+def test_random_histories(count: int) -> None:
+    cases = (random_case(number) for number in range(count * 8))
     wanted = [each for each in cases if each.pipelines > 1 and each.blocks == 1 and each.redundancy in ("lazy", "none")]
-    assert len(all_well(replace(each, fsdp=1) for each in wanted[:RANDOM])) == RANDOM
+    assert len(all_well(replace(each, fsdp=1) for each in wanted[:count])) == count
 
 
 def test_shards_move_while_workers_come_and_go() -> None:

@@ -38,7 +38,7 @@ HISTORIES = 63
 FAMILIES = (random_case, parting_case, inside_case, changing_case, moving_case, joining_case, waiting_case)
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", CASES, ids=Case.text)
 def test_a_death_at_a_moment_of_the_first_step(case: Case, stride: int) -> None:
     histories = all_well(single_kills(case, stride))
