@@ -30,6 +30,7 @@ from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.message_kinds import Message
 from engine.core.messages import (
+    BorderMessage,
     BordersMessage,
     ByeMessage,
     CutMessage,
@@ -40,6 +41,7 @@ from engine.core.messages import (
     WelcomeMessage,
 )
 from engine.core.ownership import Ownership
+from engine.core.protocol.borders import Borders
 from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
 from engine.runtime.process.fork_client import ForkServer
@@ -131,7 +133,7 @@ def bench_workers(ownership: Ownership, folder: Path, role: str) -> Iterator[dic
 
 def served(members: dict[int, WorkerHandle]) -> Iterator[tuple[int, Message]]:
     """Serves workers as the agent would; yields all other messages, each with its worker."""
-    pairs = LinkPairs(members.get)
+    pairs, borders = LinkPairs(members.get), Borders()
     with selectors.DefaultSelector() as selector:
         for member in members.values():
             if isinstance(member.link, Link):
@@ -147,7 +149,10 @@ def served(members: dict[int, WorkerHandle]) -> Iterator[tuple[int, Message]]:
                         tell_all(members.values(), PartitionMessage(message.starts))
                     case LinkWantedMessage():
                         pairs.link(member, message)
-                    case BordersMessage() | KeyMessage():
+                    case BorderMessage():
+                        borders = borders.learn(message)
+                        tell_all(members.values(), BordersMessage(borders.known))
+                    case KeyMessage():
                         tell_all(members.values(), message)
                     case _:
                         yield member.worker, message

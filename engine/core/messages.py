@@ -138,8 +138,20 @@ class CutMessage(TextsToAgent):
 
 
 @message
-class BordersMessage(ToAgent, ToWorker):
-    """The borders behind the first stages, for the owner of the next one; those behind all stages, for every worker."""
+class BorderMessage(ToAgent):
+    """The border behind a stage, as learnt behind the one `before` it; there is none before the first stage."""
+
+    stage: int
+    before: tuple[BorderSpecs, ...]
+    behind: BorderSpecs
+
+
+@message
+class BordersMessage(ToWorker):
+    """The borders behind the first stages, for the owner of the next one; that of the first stage, for every owner.
+
+    Those behind all stages, for every worker.
+    """
 
     borders: tuple[BorderSpecs, ...]
 

@@ -1,4 +1,4 @@
-"""The parameters of built-in factories, read by the workers of one process at the same time."""
+"""The parameters of built-in factories, parsed or of the factory itself; parsed in several threads at the same time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import gc
 import sys
 import threading
 from functools import partial
+from importlib import import_module
 
 import pytest
 
 from engine.models.arguments import builtin_arguments
+from engine.models.model_registry import DATA, LOSSES, MODELS, Builtin
+
+FACTORIES: list[Builtin] = [
+    *(entry.factory for entry in MODELS.values()),
+    *LOSSES.values(),
+    *(factory for of_tasks in DATA.values() for factory in of_tasks.values()),
+]
 
 
 class Cycle:
@@ -23,7 +31,22 @@ class Cycle:
             pass
 
 
-def test_threads_read_the_parameters_at_once(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "factory", {(each.module, each.name): each for each in FACTORIES}.values(), ids=lambda each: each.name
+)
+def test_a_factory_has_the_parameters_of_its_source(factory: Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"engine.models.{factory.module}"
+    import_module(module)
+    loaded = builtin_arguments.__wrapped__(module, factory.name)
+    monkeypatch.delitem(sys.modules, module)
+    parsed = builtin_arguments.__wrapped__(module, factory.name)
+    assert [(name, type(value), value) for name, value in loaded.items()] == [
+        (name, type(value), value) for name, value in parsed.items()
+    ]
+
+
+def test_threads_read_the_parameters_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "engine.models.arguments")  # else nothing is parsed
     request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     gc.set_threshold(20)

@@ -160,13 +160,31 @@ def test_relays() -> None:
         Teach(messages.PartitionMessage(cut.starts)),
     )
     assert Note("3 are left out") in given(state, heard(0, replace(cut, notes=("3 are left out",))))[1]
-    borders = tuple((((2, 2 + stage), "float32", True),) for stage in range(3))
-    first, second, whole = (messages.BordersMessage(borders[:stages]) for stages in (1, 2, 3))
-    assert given(state, heard(0, first))[1] == (Tell((1,), first),), "the owner of the next stage waits for it"
-    assert given(state, heard(1, second))[1] == (Tell((2,), second),)
-    assert given(state, heard(2, whole))[1] == (Tell((0, 1, 2), whole), Teach(whole))
     write, *_ = given(training(), heard(0, messages.SuspicionMessage(1, "reset by peer", 1)))[1]
     assert write == Write(SuspicionRecord(of=0, text="reset by peer", peer=1))
+
+
+def border(*sizes: int) -> messages.BorderSpecs:
+    return tuple(((2, size), "float32", True) for size in sizes)
+
+
+def test_borders_are_those_that_the_stages_return_one_after_the_other() -> None:
+    def learnt(stage: int, *before: messages.BorderSpecs, behind: messages.BorderSpecs) -> CoordinatorInput:
+        return heard(stage, messages.BorderMessage(stage, before, behind))
+
+    a, b, c = border(4), border(5), border(6)
+    whole = messages.BordersMessage((a, b, c))
+    everything = (Tell((0, 1, 2), whole), Teach(whole))
+    state, outputs = given(begun(), learnt(0, behind=a))
+    assert outputs == (Tell((0, 1, 2), messages.BordersMessage((a,))),), "all try their stages behind it"
+    guessed, outputs = given(state, learnt(2, a, behind=a))
+    assert outputs == (), "the border before stage 2 is not known"
+    wrong, outputs = given(guessed, learnt(1, a, behind=b))
+    assert outputs == (Tell((2,), messages.BordersMessage((a, b))),), "stage 2 was tried behind another one"
+    assert given(wrong, learnt(2, a, behind=a))[1] == ()
+    assert given(wrong, learnt(2, b, behind=c))[1] == everything
+    _, outputs = given(guessed, learnt(1, a, behind=a))
+    assert outputs == (Tell((0, 1, 2), messages.BordersMessage((a, a, a))), Teach(messages.BordersMessage((a, a, a))))
 
 
 def test_a_validation_is_owed_until_its_result_is_known() -> None:

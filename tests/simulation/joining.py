@@ -1,6 +1,7 @@
 """The start of a simulated worker: it learns the partition, forms the first group, learns the borders, and has joined.
 
-Rule: the driver of a worker does this before its machine has a part. The messages are those of the shipped worker.
+Rule: the driver of a worker does this before its machine has a part. The messages are those of the shipped worker, and
+every third stage returns another border than the one before it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Joining(Executor):
     def __init__(self, world: World, number: int):
         super().__init__(world, number)
         self.ownership = world.ownership
-        self.borders = -1  # learned so far; -1 before the first group is formed
-        self.early: list[int] = []
+        self.learns = False  # the borders, once the first group is formed
+        self.early: list[tuple[messages.BorderSpecs, ...]] = []  # borders that it was told of
 
     def start(self) -> None:
         """Learns its job; the first worker cuts the model."""
@@ -53,7 +54,7 @@ class Joining(Executor):
             self.come_to("partition")
             self.goes_on(self._build)
         elif isinstance(message, messages.BordersMessage):
-            self.early.append(len(message.borders))
+            self.early.append(message.borders)
             self.learn()
 
     def _build(self) -> None:
@@ -64,24 +65,24 @@ class Joining(Executor):
 
     def formed_first(self) -> None:
         """Begins to learn the borders."""
-        self.early.append(0)
-        self.borders = 0
+        self.learns = True
+        if self.ownership.owner(0, 0) == self.number:
+            self.world.say(self.number, messages.BorderMessage(0, (), ()))
         self.learn()
 
     def learn(self) -> None:
-        """Probes its stages, each behind the borders of those before; has joined with the borders of all."""
-        stages, owner = self.case.stages, self.ownership.owner
-        while 0 <= self.borders <= stages:
-            mine = [stage for stage in range(self.borders, stages) if owner(0, stage) == self.number]
-            awaited = mine[0] if mine else stages
-            if awaited not in self.early:
-                return
-            self.borders = awaited + 1
-            if mine:
-                self.world.say(self.number, messages.BordersMessage(((),) * self.borders))
-                continue
-            self.come_to("ready")
-            self.goes_on(self.joined)
+        """Tries its stages behind the first border and behind the true one; has joined with the borders of all."""
+        while self.learns and self.early:
+            borders = self.early.pop(0)
+            if len(borders) == self.case.stages:
+                self.early, self.learns = [], False
+                self.come_to("ready")
+                self.goes_on(self.joined)
+            for stage in range(len(borders), self.case.stages if len(borders) == 1 else len(borders) + 1):
+                if stage < self.case.stages and self.ownership.owner(0, stage) == self.number:
+                    before = borders[-1]
+                    behind = (*before, ((stage,), "float32", True)) if stage % 3 == 0 else before
+                    self.world.say(self.number, messages.BorderMessage(stage, (before,), behind))
 
     def joined(self) -> None:
         """Handles the end of the start."""

@@ -111,12 +111,17 @@ def _on_cut(state: CoordinatorState, heard: WorkerWord[Message], cut: messages.C
     return state, (Write(record), *map(Note, cut.notes), tell_all(state, message), Teach(message))
 
 
-def _on_borders(state: CoordinatorState, heard: WorkerWord[Message], learned: messages.BordersMessage) -> Decided:
-    """Passes the borders on to the owner of the next stage, which adds its own; those of all stages to all workers."""
-    stage = len(learned.borders)
-    if stage < state.job.grid.stages:
-        return state, (Tell((state.membership.owners[stage],), learned),)
-    return state, (tell_all(state, learned), Teach(learned))
+def _on_border(state: CoordinatorState, heard: WorkerWord[Message], learnt: messages.BorderMessage) -> Decided:
+    """Tells the owner of the next stage the border before it, all owners the first border, all workers all borders."""
+    stages, owners, borders = state.job.grid.stages, state.membership.owners, state.borders.learn(learnt)
+    new, known = state._replace(borders=borders), len(borders.known)
+    if known == len(state.borders.known):
+        return new, ()
+    message = messages.BordersMessage(borders.known)
+    if known == stages:
+        return new, (tell_all(new, message), Teach(message))
+    told = (owners[known],) if state.borders.known else tuple(dict.fromkeys(owners[:stages]))
+    return new, (Tell(told, message),)
 
 
 def _on_key(state: CoordinatorState, heard: WorkerWord[Message], message: KeyMessage) -> Decided:
@@ -287,7 +292,7 @@ def _after(record: Any, result: Decided) -> Decided:
 
 RULES: dict[type[Message], MessageRule] = {
     messages.CutMessage: _on_cut,
-    messages.BordersMessage: _on_borders,
+    messages.BorderMessage: _on_border,
     messages.ReadyMessage: _decide,
     messages.WaitingMessage: _decide,
     messages.HeartbeatMessage: _decide,

@@ -20,6 +20,7 @@ from engine.core.ownership import Ownership, healed
 from engine.core.program.ballot import Ballot, Commit
 from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import state as membership_state
+from engine.core.protocol.borders import Borders
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Place, Write
 from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.state import Options, Phase, State
@@ -155,6 +156,7 @@ class CoordinatorState(NamedTuple):
     # The following is not in the store.
     rules: MonitorRules = MonitorRules(0)  # of the job
     kept_ns: int = 0  # when that step was committed; at first when the coordinator began
+    borders: Borders = Borders()
     ballot: Ballot | None = None  # None while no vote counts
     preparation: Preparation = Preparation(0)
     costs: MoveCosts = MoveCosts()  # of replicas that were sent, and the sizes of slots: they tell the rate of links

@@ -42,7 +42,10 @@ ROLES = {
     "bench-links": ("engine.bench.hop_worker", "main"),
 }
 TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a notice
-PRELOAD = ("engine.runtime.worker.worker",)
+PRELOAD = (
+    "engine.runtime.worker.worker",
+    *(f"engine.models.{name}" for name in ("datasets", "networks", "transformer")),
+)
 
 
 def serve(launcher: Link, launcher_pid: int) -> None:

@@ -507,7 +507,9 @@ class Stage:
         """Runs the layers once on `inputs`; sets and returns the border behind them. Buffers and gradients stay.
 
         The last stage tries loss and metric too. Raises UserError for buffers, TypeError for outputs that break a rule.
+        What the layers have returned before, on other inputs, counts for nothing.
         """
+        self._first_returned.clear()
         with on_trial(self.layers, self.model):
             outputs = self._run(list(self.layers), 0, 0, inputs)[-1].own_outputs
             if targets is not None:

@@ -1,8 +1,8 @@
 """The life of one worker: it learns the partition, builds its stages, learns the borders, trains and exits.
 
-    agent   Welcome       Partition          Border (each stage)         Epoch, Go ...             Bye
-    worker           Cut             Border                       Ready               Finished
-                (worker 0)   (owners in pipeline 0)
+    agent   Welcome       Partition            Borders             Borders           Epoch, Go ...             Bye
+    worker           Cut             Border              Border                Ready               Finished
+                 (worker 0)     (of stage 0)    (of the other stages)
 
 The agent makes all decisions: job, partition, epochs, plans, commits and the end. The worker reports each of its errors
 to the agent, which decides how the run continues.
@@ -10,7 +10,6 @@ to the agent, which decides how the run continues.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
@@ -59,15 +58,14 @@ from engine.core.protocol.worker_state import Output, SendMessage
 from engine.core.random_key import random_key
 from engine.files.accelerators import nccl_settings, nccl_stand_in
 from engine.models.data import Data
-from engine.models.data_sources import evaluation, evaluation_sets, largest, open_data
+from engine.models.data_sources import open_data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
-from engine.models.slices import slice_of
 from engine.models.user_code import RAISED, exception_of, log_exception, log_stack, running_line
 from engine.runtime.checkpoint.export import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load, position_of
 from engine.runtime.checkpoint.writer import CheckpointWriter
-from engine.runtime.device.device import HOST, Device, WithoutForm, changed, device_trouble, open_device, set_up
+from engine.runtime.device.device import HOST, Device, changed, device_trouble, open_device, set_up
 from engine.runtime.device.device_faults import DeviceFaults
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.process.clock import now_ns
@@ -91,9 +89,10 @@ from engine.runtime.transport.nccl_library import Communicators, NcclCommunicato
 from engine.runtime.transport.nccl_queue import NcclThread
 from engine.runtime.transport.nccl_transport import AgentMeeting, LastResort, NcclBackend
 from engine.runtime.transport.peer_link import memory_of
-from engine.runtime.transport.transport import Border, TensorSpec, Transport, TransportBackend
+from engine.runtime.transport.transport import Transport, TransportBackend
+from engine.runtime.worker.borders import before_trial, learn_borders
 from engine.runtime.worker.failpoints import Failpoints
-from engine.runtime.worker.microbatches import DataRetries, WatchedData, on_device, retry_limits
+from engine.runtime.worker.microbatches import DataRetries, WatchedData, retry_limits
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.step_end import WorkerContext
 from engine.runtime.worker.training import Training, WorkerProtocol, exit_code
@@ -383,7 +382,7 @@ class WorkerRun(ControlHandler):
         if given is not None:
             given.fill(replicas)
         plane = None if welcome.waits else backend.joining(0, welcome.ranks).join()
-        borders = _learn_borders(control, worker, ownership, replicas, data)
+        borders = learn_borders(control, worker, ownership, replicas, starts, data)
         replicas.learn(borders)
         place = welcome.checkpoints
         checkpoints = CheckpointWriter(control, replicas, place, welcome.run) if place else None
@@ -488,59 +487,6 @@ def partition_of(job: Job, model: Model, data: Data, device: Device) -> tuple[in
     """Returns the first layer of each stage; raises UserError if the model cannot be cut so."""
     kinds = [layer.kind for layer in model.layers]
     is_weighed = job.slots <= len(kinds) and job.partition in ("parameters", "profile")
-    with _before_its_trial(job, model):
+    with before_trial(job, model):
         weights = weigh_layers(job, model, data, device) if is_weighed else ()
     return partition(job.partition, job.stages, kinds, weights, job.blocks)
-
-
-def _before_its_trial(job: Job, model: Model) -> contextlib.AbstractContextManager[object]:
-    """Returns the block in which layers run before their trial, which names the operations without a fixed form."""
-    is_tried = job.deterministic and job.check_pure and model.check_pure
-    return WithoutForm() if is_tried else contextlib.nullcontext()
-
-
-def _learn_borders(
-    control: Control, worker: int, ownership: Ownership, replicas: Replicas, data: Data
-) -> tuple[Border, ...]:
-    """Probes its stages of pipeline 0 in order. Every worker learns every border: it may own any stage later."""
-    for index in range(ownership.grid.stages):
-        if ownership.owner(0, index) == worker:
-            before = _take_borders(control, index)
-            stage = replicas.stages[0, index]
-            with _before_its_trial(stage.job, stage.model):
-                border = _probed(stage, _border_of(before[-1]) if before else None, data)
-            control.send(messages.BordersMessage((*before, tuple(spec.to_json() for spec in border))))
-    is_open = replicas.job.variable_shapes
-    return tuple(_border_of(each, is_open) for each in _take_borders(control, ownership.grid.stages))
-
-
-def _take_borders(control: Control, stages: int) -> tuple[messages.BorderSpecs, ...]:
-    """Waits for the borders behind the first stages; earlier ones may come a second time."""
-    borders: tuple[messages.BorderSpecs, ...] = ()
-    while len(borders) < stages:
-        borders = control.take(messages.BordersMessage).borders
-    return borders
-
-
-def _border_of(specs: messages.BorderSpecs, is_open: bool = False) -> Border:
-    return tuple(TensorSpec.from_json(spec, is_open=is_open) for spec in specs)
-
-
-def _probed(stage: Stage, before: Border | None, data: Data) -> Border:
-    """Returns the border behind a stage; the first stage gets data, the others zeros of the border before them.
-
-    The stages that load data also load a microbatch of each evaluation set: a mistake in it would end training later.
-    """
-    zeros = tuple(spec.zeros(stage.device) for spec in before or ())
-    if before is not None and not stage.is_last:
-        return stage.probe(zeros)
-    size = stage.job.microbatch_size
-    slices = stage.job.slices
-    batch = on_device(slice_of(data.microbatch(*largest(stage.job, data), size), 0, slices), stage.device)
-    # With variable shapes its targets are not those of these outputs.
-    sets = evaluation_sets(data) if stage.job.validate_every and not stage.job.variable_shapes else ()
-    validation = [stage.device.put_all(slice_of(evaluation(data, name, 0, size), 0, slices).targets) for name in sets]
-    inputs = batch.inputs if before is None else zeros
-    if not stage.is_last or stage.job.predict_args:
-        return stage.probe(inputs)
-    return stage.probe(inputs, batch.targets, validation)
