@@ -35,7 +35,7 @@ from engine.files.jobs.job_layers import (
     with_its_faults,
     without_noted,
 )
-from engine.files.jobs.job_value import A_FIELD, FIELD_TYPES, IN_EPOCHS, FieldValue
+from engine.files.jobs.job_value import A_FIELD, AUTO, FIELD_TYPES, IN_EPOCHS, FieldValue, is_automatic
 from engine.files.jobs.resolved_job import ResolvedJob
 from engine.files.jobs.user_files import own_schedule
 from engine.files.strict_yaml import Document
@@ -100,22 +100,22 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
 
 # The defaults of a job that other workers can join: it shares out slots anew, and stages have blocks.
 #
-# Rules: a value that is given wins, and so do the blocks in the record of a run. Without `--blocks` a stage has four,
-# or as many as the smallest stage has layers. It has one where the launcher does not know the layers: of a user's own
-# model, and of stages that are balanced by weights. More could be more than a stage has layers, and the job would be
-# refused.
+# Rules: a value that is given wins, and so do the blocks in the record of a run. Without `--blocks`, and with
+# `--blocks auto`, dry runs choose the blocks once (`offered`), so each later reader finds a number.
 
-BLOCKS = 4
 FOR_JOINERS = "default with elastic or standby"  # the origin of such a value
 
 
-def with_elastic_defaults(job: Job, layers: Sequence[Layer], given: Collection[str], offered: JobParts) -> Job:
-    """Returns the job with these defaults; `given` has the names of the fields that a layer gives."""
+def with_elastic_defaults(
+    job: Job, layers: Sequence[Layer], blocks: FieldValue | None, offered: JobParts
+) -> tuple[Job, str]:
+    """Returns the job with these defaults, and why it has so many blocks if no number of `blocks` is given."""
     if job.standby > 0 and last_with("standby", layers) > last_with("elastic", layers):
         job = replace(job, elastic=True)
-    if not job.elastic or "blocks" in given:
-        return job
-    return replace(job, blocks=min(BLOCKS, offered.smallest_stage(job) or 1))
+    if blocks.value != AUTO if blocks else not job.elastic:
+        return job, ""
+    choice = offered.blocks(job)
+    return replace(job, blocks=choice.blocks), choice.why
 
 
 # The defaults of a job that its model has: a model of a real size is trained in another dtype, on longer samples.
@@ -179,7 +179,7 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     """
     given = {each.path: each for layer in layers for each in layer.given}
     spans = spans_of(given.values())
-    job = _job(each for each in given.values() if each.name not in spans)
+    job = _job(each for each in given.values() if each.name not in spans and not is_automatic(each))
     problems = [problem for layer in layers for problem in layer.problems]
     problems += [_masked(each) for each in given.values() if each.value == MASK and is_secret(each.path[-1])]
     foreign = foreign_values(given.values())
@@ -191,7 +191,7 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     else:
         job = replace(job, schedule=own)
     job, of_model = with_model_defaults(job, given, offered)
-    job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered)
+    job, why_blocks = with_elastic_defaults(job, layers, given.get(("blocks",)), offered)
     problems += [
         _at_its_place(problem, given)
         for problem in check_job(job, nccl_on_cpu=bool(nccl_stand_in()))
@@ -208,11 +208,12 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     origins |= {name: FOR_JOINERS for name in ("elastic", "blocks") if origins[name] == "default" and job.elastic}
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]
-    origins |= {name: f"{origins[name]} ({text})" for name, text in spans.items()}
+    texts = {**spans, "blocks": f"{AUTO}: {why_blocks}"} if why_blocks else spans
+    origins |= {name: f"{origins[name]} ({text})" for name, text in texts.items()}
     device, why = device_for(counted, accelerators())
     if why:
         counted, origins["device"] = replace(counted, device=device), f"{origins['device']} ({why})"
-    return ResolvedJob(counted, origins, foreign=foreign)
+    return ResolvedJob(counted, origins, foreign=foreign, why_blocks=why_blocks)
 
 
 def _masked(given: FieldValue) -> Problem:
