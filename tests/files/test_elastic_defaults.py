@@ -11,7 +11,8 @@ import pytest
 from engine.core.errors import UserError
 from engine.core.job.job import Job
 from engine.core.protocol.block_choice import block_choice, step_after_death
-from engine.files.jobs.job_file import FOR_JOINERS, resolve_job
+from engine.files.jobs.job_file import FOR_JOINERS, FOR_SEVERAL, merge, resolve_job
+from engine.files.jobs.job_layers import set_layer
 from engine.files.jobs.resolved_job import ResolvedJob
 from engine.harness.job_checks import readable
 
@@ -48,7 +49,7 @@ def test_a_job_with_joiners_has_the_blocks_of_the_rule_and_moves_them(flags: dic
 @pytest.mark.parametrize("flags", [{}, {"standby": "1"}, {"elastic": "true"}])
 def test_auto_chooses_where_no_worker_joins_too(flags: dict[str, str]) -> None:
     found = resolution(*DEEP, blocks="auto", **flags)
-    assert found.job == replace(resolution(*DEEP, **{"elastic": "true", **flags}).job, elastic=bool(flags))
+    assert found.job == resolution(*DEEP, **{"elastic": "true", **flags}).job
     assert found.origins["blocks"] == f"--blocks (auto: {found.why_blocks})"
     assert found.blocks_line == f"blocks: {found.job.blocks} per stage, because {found.why_blocks}"
     assert f"takes {step_after_death(replace(found.job, blocks=1)):.4g} units with 1 block" in found.why_blocks
@@ -67,9 +68,29 @@ def test_auto_is_taken_wherever_a_value_is() -> None:
         resolution(stages="auto")
 
 
-def test_a_job_without_joiners_has_stages() -> None:
+def test_a_job_of_several_workers_moves_whole_stages() -> None:
     job, origins = resolved(*DEEP)
-    assert (job.elastic, job.blocks, origins["blocks"]) == (False, 1, "default")
+    assert (job.elastic, job.blocks, origins["elastic"], origins["blocks"]) == (True, 1, FOR_SEVERAL, "default")
+    job, origins = resolved(*DEEP, blocks="2")
+    assert (job.elastic, job.blocks, origins["elastic"]) == (True, 2, FOR_SEVERAL)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"elastic": "false"}, {"stages": "1"}, {"redundancy": "none"}, {"slices": "2"}, {"workers": "1"}],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_job_that_nobody_can_take_over_or_that_says_so_moves_none(flags: dict[str, str]) -> None:
+    job, origins = resolved(*DEEP, **flags)
+    assert (job.elastic, job.blocks) == (False, 1)
+    assert origins["elastic"] == ("--no-elastic" if "elastic" in flags else "default")
+
+
+def test_a_scenario_and_a_record_move_stages_only_if_they_say_so() -> None:
+    assert not merge([set_layer(DEEP)], readable).job.elastic
+    assert not resolve_job(None, {}, DEEP, {}, offered=readable, moves=False).job.elastic, "on several hosts"
+    Path("run.json").write_text(json.dumps({"job": asdict(Job(steps=5)), "origins": {}, "host": {}}))
+    assert not resolved()[0].elastic
 
 
 def test_the_smallest_stage_bounds_the_blocks() -> None:
