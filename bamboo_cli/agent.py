@@ -95,7 +95,7 @@ def _case(values: JobValues, given: dict[str, Any]) -> tuple[ResolvedJob, Case]:
     own = {"injectable": given["injectable"], "run_id": given["run_id"]}
     if values["job_file"] is not None and is_scenario(values["job_file"]):
         return _case_of_scenario(values, given["kill"], own)
-    resolved = resolve_options(values)
+    resolved = resolve_options(values, moves=False)
     job, kills = resolved.job, given["kill"]
     after, with_twin = begun_with(resolved.origin), not given["no_twin"]
     problems: list[Problem] = []
@@ -173,7 +173,7 @@ _Join = Annotated[
     typer.Option(
         "--join",
         metavar="RUN",
-        help="Add a worker to this run (name, folder or latest), which was started with --elastic or --standby.",
+        help="Add a worker to this run (name, folder or latest), which must move stages (elastic) or have --standby.",
         autocompletion=completion.runs,
     ),
 ]

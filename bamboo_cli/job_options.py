@@ -174,6 +174,7 @@ HfRandom = Annotated[
 ]
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
+_BOTH_WAYS = ("elastic",)  # its default depends on the job
 _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -266,11 +267,13 @@ def resolve_options(
     is_plan: bool = False,
     kept: Document | None = None,
     last: Layer | None = None,
+    *,
+    moves: bool = True,
 ) -> ResolvedJob:
     """Returns the job of a command's values, its file and the environment; raises UserError with every problem.
 
     For a plan no code of the user's is imported. `kept` is the job of a checkpoint, `last` has the keywords of a
-    call in Python.
+    call in Python. With `moves` a new job moves stages by itself.
     """
     # The YAML reader takes 20 ms to import: too slow for --help.
     from engine.files.jobs.job_file import resolve_job
@@ -282,7 +285,7 @@ def resolve_options(
     check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
     layers = values["job_file"], os.environ, settings, flags
-    resolved = resolve_job(*layers, offered=check, kept=kept, last=last)
+    resolved = resolve_job(*layers, offered=check, kept=kept, last=last, moves=moves)
     tell_untrusted(resolved.foreign if is_plan else (), check)
     return resolved
 
@@ -293,7 +296,9 @@ def flag_texts(values: JobValues) -> dict[str, str]:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a field; a field that is true by default has one that makes it false."""
+    """Returns the flag of a field; one that is true by default has one that makes it false, and some have both."""
+    if name in _BOTH_WAYS:
+        return f"--{name}/--no-{name}"
     return f"--{'no-' if _DEFAULTS[name] is True else ''}{name.replace('_', '-')}"
 
 
@@ -308,7 +313,9 @@ def _refuse_a_library_name(path: Path | None) -> None:
 
 
 def _text(name: str, value: str | bool) -> str:
-    return value if isinstance(value, str) else str(not _DEFAULTS[name]).lower()
+    if isinstance(value, str):
+        return value
+    return str(value if name in _BOTH_WAYS else not _DEFAULTS[name]).lower()
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:

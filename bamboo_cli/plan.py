@@ -21,7 +21,7 @@ from engine.core.job.schedule_comparison import over_none
 from engine.core.job.tensor_model import TensorBytes, predicted_tensors, residual_of
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import pairs_in
-from engine.core.program.dry_run import bubbles, dry_run, grid_lines, peak_stash
+from engine.core.program.dry_run import DryRun, bubbles, dry_run, grid_lines, peak_stash
 from engine.core.program.offload import with_copy_times
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
@@ -33,11 +33,14 @@ NOT_COUNTED = "the samples are not counted in a dry run: the number of steps is 
 NOT_CALLED = "the schedule's generator is not called in a dry run"
 
 
-def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: bool = False) -> None:
+def print_plan(
+    job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: bool = False, why_blocks: str = ""
+) -> None:
     """Prints the grid with a forward of 1 unit and a backward of 2, the bubble, the peak stash and the faults.
 
     Without a program, as its generator is not called in a dry run, it prints the rest. With `build` it builds the model
-    first, and prints its layers last; raises BambooError if that fails.
+    first, and prints its layers last; raises BambooError if that fails. JSON has `why_blocks`, why bamboo has chosen so
+    many blocks per stage.
     """
     from engine.harness.job_checks import layer_costs
 
@@ -51,19 +54,12 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     longer = over_none(dry_run(program, ownership), job.schedule, ownership) if job.redundancy == "eager" else 0.0
     at_once = dry_run(program, ownership, cost, overlapping=True).makespan if pairs_in(job.schedule) else run.makespan
     if as_json:
-        plan = {
-            "schedule": job.schedule,
-            "actions": {worker: [str(action) for action in actions] for worker, actions in program.items()},
-            "makespan": run.makespan,
+        plan: dict[str, Any] = {
+            "blocks": job.blocks,
+            "why_blocks": why_blocks or None,
             "makespan_with_overlap": at_once,
-            "bubble": run.bubble,
-            "bubbles": bubbles(run),
-            "peak_stash": run.peak_stash,
-            "redundancy": job.redundancy,
-            "over_none": longer,
-            "shadows": _shadows(ownership),
-            "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
         }
+        plan |= {"over_none": longer, **_plain_plan(job, program, ownership, run)}
         plan |= {"tensors": tensors_of(job, program, ownership, costs)} if costs is not None else {}
         _print_json(plan, job, faults, costs)
         return
@@ -83,6 +79,20 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = (), *, build: 
     _print_faults(faults, job, costs)
     if costs is not None:
         _print_tensors(tensors_of(job, program, ownership, costs))
+
+
+def _plain_plan(job: Job, program: Program, ownership: Ownership, run: DryRun) -> dict[str, Any]:
+    return {
+        "schedule": job.schedule,
+        "actions": {worker: [str(action) for action in actions] for worker, actions in program.items()},
+        "makespan": run.makespan,
+        "bubble": run.bubble,
+        "bubbles": bubbles(run),
+        "peak_stash": run.peak_stash,
+        "redundancy": job.redundancy,
+        "shadows": _shadows(ownership),
+        "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
+    }
 
 
 def _copies_text(job: Job) -> str:

@@ -163,15 +163,16 @@ def _say_first(resolved: ResolvedJob, has_faults: bool) -> None:
 
     if resolved.with_faults and not has_faults:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
-    if shared := sharing(resolved.job):
-        echo(shared, err=True)
+    for line in (resolved.blocks_line, sharing(resolved.job)):
+        if line:
+            echo(line, err=True)
 
 
 def _print_plan(resolved: ResolvedJob, as_json: bool, faults: Sequence[Fault], build: bool) -> None:
     from bamboo_cli.plan import print_plan
 
     try:
-        print_plan(resolved.job, as_json, faults, build=build)
+        print_plan(resolved.job, as_json, faults, build=build, why_blocks=resolved.why_blocks)
     except UserError as error:
         raise UserError(with_origins(error.problems, resolved)) from None
 

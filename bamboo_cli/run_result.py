@@ -76,6 +76,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     echo("; ".join(_summary_parts(summary, result, resolved)), err=as_json)
     echo(summary["run_dir"], err=as_json)
     summary["next"] = resume or None
+    summary |= {"blocks": resolved.job.blocks, "why_blocks": resolved.why_blocks or None}
     if not as_json:
         commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved)]
         echo(f"next: {'  |  '.join(commands)}", err=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, UserError, nearest
 from engine.core.job.job import CODE_FIELDS, Job, code_in
-from engine.core.job.job_rules import JobParts
+from engine.core.job.job_rules import BlockChoice, JobParts
 from engine.core.job.torch_parts import OPTIMIZERS, SCHEDULES
 from engine.core.job.update_rules import OWN_OPTIMIZERS, group_problems
+from engine.core.protocol.block_choice import block_choice
 from engine.core.units import Scalar
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.user_files import missing_name, module_spec, top_level
@@ -125,12 +126,16 @@ def _is_found(module: str) -> bool:
         return True
 
 
+def _blocks(job: Job) -> BlockChoice:
+    return block_choice(job, layers_of_smallest_stage(job))
+
+
 # For commands that only build the program.
 named = JobParts(
     _named_problems,
     _argument_names,
     acts_on=("schedule",),
-    smallest_stage=layers_of_smallest_stage,
+    blocks=_blocks,
     defaults=job_defaults,
 )
 # Also checks the partition of the model, the modules of user code, and the place of checkpoints.
@@ -144,7 +149,7 @@ offered = JobParts(
     ],
     _argument_names,
     samples_of=samples_of,
-    smallest_stage=layers_of_smallest_stage,
+    blocks=_blocks,
     defaults=job_defaults,
 )
 # For dry runs and checks of files, which do not run user code.

@@ -84,7 +84,7 @@ def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPa
         "optimizer_args.eps=1e-3",
     )
     args: dict[str, Any] = {"model_args": {"width": 8}, "optimizer_args": {"eps": 1e-3}}
-    assert resolved.job == Job(stages=2, steps=4, seed=5, device="cpu", **args)
+    assert resolved.job == Job(stages=2, steps=4, seed=5, elastic=True, device="cpu", **args)
     assert dry_run is True
     assert resolved.origins["steps"] == "--steps"
     assert resolved.origins["seed"] == "BAMBOO_SEED"
@@ -93,7 +93,7 @@ def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPa
 
 def test_every_command_takes_the_same_job() -> None:
     resolved, own = invoke("show", "--lr-schedule", "linear")
-    assert (resolved.job, own) == (Job(lr_schedule="linear", device="cpu"), "show")
+    assert (resolved.job, own) == (Job(lr_schedule="linear", elastic=True, device="cpu"), "show")
 
 
 def test_mistakes_of_flags_are_user_errors_all_at_once() -> None:

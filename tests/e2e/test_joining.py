@@ -13,6 +13,7 @@ import pytest
 from engine.core.action import COMPUTE_OPS, parse_action
 from engine.core.errors import ExitCode
 from engine.core.texts import numbered
+from engine.runtime.agent.requests import CLOSED
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -120,11 +121,28 @@ def test_a_worker_that_joins_reads_a_stream_from_its_beginning_and_takes_over(la
 
 
 def test_a_run_that_takes_no_workers_or_has_ended_refuses(launch: Launch) -> None:
-    run = launch("run", *MLP, "--stages", "2", "--steps", "100000")
+    run = launch("run", *MLP, "--stages", "2", "--steps", "100000", "--no-elastic")
     run.wait_until(lambda: run.events("commit"))
     refused = joined(launch, run).wait()
     assert refused.code == ExitCode.USAGE
-    assert "start it with --elastic" in refused.stderr
+    text = " ".join(refused.stderr.replace("\u2502", " ").split())
+    assert CLOSED in text
+    assert "start it with --elastic" in text
     run.interrupt(signal.SIGTERM)
     run.wait(60)
     assert joined(launch, run).wait().code == ExitCode.NOTHING_MATCHED
+
+
+def test_a_worker_joins_a_run_that_was_started_without_a_flag_and_gets_a_stage_back(launch: Launch) -> None:
+    """A death leaves two stages on one worker, and the joiner takes one of them."""
+    job = ("--stages", "3", "--steps", "150", "--validate-every", "0")
+    run = launch("run", *job, *TIMED, "--kill", "3:1", "--json")
+    run.wait_until(lambda: len(run.events("epoch")) > 1)
+    assert sorted(run.events("epoch")[-1]["members"]) == [0, 2]
+    command = joined(launch, run)
+    run.wait_until(lambda: owns(run, 3))
+    assert sorted(run.events("epoch")[-1]["owners"]) == [0, 2, 3], "each has one stage"
+    done = run.wait(200)
+    said = json.loads(done.stdout)
+    assert (done.code, said["twin"]["difference"], said["blocks"]) == (0, None, 1), done.stderr
+    assert command.wait().code == 0

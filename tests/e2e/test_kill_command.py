@@ -44,7 +44,7 @@ def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -
     assert line.startswith("worker 1 was killed (SIGKILL) in step 2 after ")
     assert ", 0 steps lost, weights identical" in line
     facts = json.loads((launcher.run_folder / "run.json").read_text())
-    assert facts["result"] | {"next": None} == said
+    assert facts["result"] | {"next": None, "blocks": 1, "why_blocks": None} == said
     assert launcher.leftovers() == []
     a_difference_fails(launch, launcher.folder / "results")
 

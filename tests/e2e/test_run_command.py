@@ -66,7 +66,8 @@ def test_json_is_one_object_on_stdout_and_the_files_say_the_same(launch: Launch)
     assert 0 < said["launch_s"] < said["wall_s"] < 60
     assert said["peak_stash"] == {"0": 2, "1": 1}
     assert all(peak > 1 for peak in said["peak_memory_mib"].values())
-    assert json.loads((folder / "run.json").read_text())["result"] | {"next": None} == said
+    also = {"next": None, "blocks": 1, "why_blocks": None}
+    assert json.loads((folder / "run.json").read_text())["result"] | also == said
     assert "\x1b" not in done.stderr
     assert re.search(r"^(starting: \d of 2 workers ready|step )", done.stderr, re.MULTILINE)
     assert "finished: 4 steps" in done.stderr
@@ -109,6 +110,21 @@ def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) ->
     assert (facts["job"]["seed"], facts["job"]["threads"], facts["job"]["model"]) == (7, 1, "mlp")
     assert facts["origins"]["seed"] == "--seed"
     assert {"git_commit", "isa", "torch", "python"} <= facts["host"].keys()
+
+
+def test_the_blocks_that_auto_chooses_are_told_first_kept_and_handed_over(launch: Launch) -> None:
+    """With two blocks per stage both neighbours of a dead worker get one; the weights are those of the twin."""
+    words = ("--model", "mlp", "--set", "model_args.depth=10", "--stages", "3", "--steps", "6", "--blocks", "auto")
+    launcher = launch("run", *words, "--validate-every", "0", "--kill", "3:2", "--no-elastic", "--json")
+    done = launcher.wait()
+    assert done.code == 0, done.stderr
+    said, why = json.loads(done.stdout), "a step after a death takes 51 units with 1 block per stage and 40.5 with 2"
+    assert (said["blocks"], said["why_blocks"]) == (2, why)
+    assert done.stderr.splitlines()[0] == f"blocks: 2 per stage, because {why}"
+    facts = json.loads((launcher.folder / said["run_dir"] / "run.json").read_text())
+    assert (facts["job"]["blocks"], facts["origins"]["blocks"]) == (2, f"--blocks (auto: {why})")
+    assert [event["owners"] for event in launcher.events("epoch")][-1] == [0, 0, 0, 2, 2, 2]
+    assert said["twin"] == {"steps_compared": 6, "difference": None}
 
 
 def test_a_refused_job_is_one_object_too(launch: Launch) -> None:

@@ -1,15 +1,19 @@
-"""A job that workers can join shares out slots anew and has blocks, unless another value is given."""
+"""A job that workers can join shares out slots anew and has the blocks that dry runs choose; a given value wins."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from engine.core.errors import UserError
 from engine.core.job.job import Job
-from engine.files.jobs.job_file import FOR_JOINERS, resolve_job
+from engine.core.protocol.block_choice import block_choice, step_after_death
+from engine.files.jobs.job_file import FOR_JOINERS, FOR_SEVERAL, merge, resolve_job
+from engine.files.jobs.job_layers import set_layer
+from engine.files.jobs.resolved_job import ResolvedJob
 from engine.harness.job_checks import readable
 
 SHARDS = {"elastic": "true", "fsdp": "1", "pipelines": "2"}
@@ -21,31 +25,84 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def resolved(*settings: str, **flags: str) -> tuple[Job, dict[str, str]]:
+def resolution(*settings: str, **flags: str) -> ResolvedJob:
     file = Path("run.json")
-    found = resolve_job(file if file.exists() else None, {}, settings, flags, offered=readable)
+    return resolve_job(file if file.exists() else None, {}, settings, flags, offered=readable)
+
+
+def resolved(*settings: str, **flags: str) -> tuple[Job, dict[str, str]]:
+    found = resolution(*settings, **flags)
     return found.job, dict(found.origins)
 
 
 @pytest.mark.parametrize("flags", [{"standby": "1"}, {"elastic": "true"}, {"standby": "2", "schedule": "zb1p"}, SHARDS])
-def test_a_job_with_joiners_has_four_blocks_and_moves_them(flags: dict[str, str]) -> None:
+def test_a_job_with_joiners_has_the_blocks_of_the_rule_and_moves_them(flags: dict[str, str]) -> None:
     job, origins = resolved(*DEEP, **flags)
-    assert (job.elastic, job.blocks, origins["blocks"]) == (True, 4, FOR_JOINERS)
+    choice = block_choice(job, 4)
+    assert (job.elastic, job.blocks) == (True, choice.blocks)
+    assert job.blocks > 1
+    assert (origins["elastic"], origins["blocks"]) in [
+        (elastic, f"{FOR_JOINERS} (auto: {choice.why})") for elastic in (FOR_JOINERS, "--elastic")
+    ]
 
 
-def test_a_job_without_joiners_has_stages() -> None:
+@pytest.mark.parametrize("flags", [{}, {"standby": "1"}, {"elastic": "true"}])
+def test_auto_chooses_where_no_worker_joins_too(flags: dict[str, str]) -> None:
+    found = resolution(*DEEP, blocks="auto", **flags)
+    assert found.job == resolution(*DEEP, **{"elastic": "true", **flags}).job
+    assert found.origins["blocks"] == f"--blocks (auto: {found.why_blocks})"
+    assert found.blocks_line == f"blocks: {found.job.blocks} per stage, because {found.why_blocks}"
+    assert f"takes {step_after_death(replace(found.job, blocks=1)):.4g} units with 1 block" in found.why_blocks
+    assert f"{step_after_death(found.job):.4g} with {found.job.blocks}" in found.why_blocks
+
+
+def test_auto_is_taken_wherever_a_value_is() -> None:
+    flag = resolution(*DEEP, blocks="auto").job
+    assert resolution(*DEEP, "blocks=auto").job == flag
+    assert resolve_job(None, {"BAMBOO_BLOCKS": "auto"}, DEEP, {}, offered=readable).job == flag
+    Path("job.yaml").write_text("blocks: auto\n")
+    assert resolve_job(Path("job.yaml"), {}, DEEP, {}, offered=readable).job == flag
+    with pytest.raises(UserError, match="expected a whole number, or auto, found 'most'"):
+        resolution(blocks="most")
+    with pytest.raises(UserError, match="expected a whole number, found 'auto'"):
+        resolution(stages="auto")
+
+
+def test_a_job_of_several_workers_moves_whole_stages() -> None:
     job, origins = resolved(*DEEP)
-    assert (job.elastic, job.blocks, origins["blocks"]) == (False, 1, "default")
+    assert (job.elastic, job.blocks, origins["elastic"], origins["blocks"]) == (True, 1, FOR_SEVERAL, "default")
+    job, origins = resolved(*DEEP, blocks="2")
+    assert (job.elastic, job.blocks, origins["elastic"]) == (True, 2, FOR_SEVERAL)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"elastic": "false"}, {"stages": "1"}, {"redundancy": "none"}, {"workers": "1"}],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_job_that_nobody_can_take_over_or_that_says_so_moves_none(flags: dict[str, str]) -> None:
+    job, origins = resolved(*DEEP, **flags)
+    assert (job.elastic, job.blocks) == (False, 1)
+    assert origins["elastic"] == ("--no-elastic" if "elastic" in flags else "default")
+
+
+def test_a_scenario_and_a_record_move_stages_only_if_they_say_so() -> None:
+    assert not merge([set_layer(DEEP)], readable).job.elastic
+    assert not resolve_job(None, {}, DEEP, {}, offered=readable, moves=False).job.elastic, "on several hosts"
+    Path("run.json").write_text(json.dumps({"job": asdict(Job(steps=5)), "origins": {}, "host": {}}))
+    assert not resolved()[0].elastic
 
 
 def test_the_smallest_stage_bounds_the_blocks() -> None:
-    assert resolved("model_args.depth=10", standby="1")[0].blocks == 3
+    assert resolved("model_args.depth=6", standby="1")[0].blocks == 2
     assert resolved(standby="1")[0].blocks == 1
+    assert resolution(standby="1").why_blocks == "the smallest stage has 1 layer"
     assert resolved(*DEEP, "partition=2,8,12", standby="1")[0].blocks == 2
 
 
 def test_a_cut_that_only_the_workers_know_has_one_block() -> None:
-    assert resolved(*DEEP, "partition=parameters", standby="1")[0].blocks == 1
+    found = resolution(*DEEP, "partition=parameters", standby="1")
+    assert (found.job.blocks, found.why_blocks) == (1, "only the workers know the layers of the stages")
 
 
 def test_a_value_that_is_given_wins() -> None:
@@ -58,3 +115,8 @@ def test_a_record_keeps_its_blocks_and_gets_joiners() -> None:
     Path("run.json").write_text(json.dumps({"job": asdict(Job(steps=5)), "origins": {}, "host": {}}))
     job, _ = resolved(standby="1")
     assert (job.standby, job.elastic, job.blocks) == (1, True, 1)
+    Path("run.json").write_text(
+        json.dumps({"job": asdict(resolution(*DEEP, blocks="auto").job), "origins": {}, "host": {}})
+    )
+    again = resolution()
+    assert (again.job.blocks, again.why_blocks) == (3, "")

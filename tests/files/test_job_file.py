@@ -45,8 +45,9 @@ def problems(
 
 def test_without_layers_a_job_is_all_defaults() -> None:
     resolved = resolve()
-    assert resolved.job == Job(device="cpu")
-    assert {resolved.origins[name] for name in resolved.origins if name != "device"} == {"default"}
+    assert resolved.job == Job(device="cpu", elastic=True)
+    by_itself = ("device", "elastic")
+    assert {resolved.origins[name] for name in resolved.origins if name not in by_itself} == {"default"}
     assert resolved.origins["device"] == "default (auto: no GPU)"
     assert [name for name, _, _ in explain(resolved)] == list(Job.__dataclass_fields__)
 
@@ -138,7 +139,7 @@ def test_text_fields_take_texts_of_the_command_line_as_they_stand() -> None:
 
 def test_reserved_and_foreign_variables_are_left_alone() -> None:
     assert resolve(environment={"BAMBOO_ETCD": "127.0.0.1:2379", "bamboo_buildKey": "x", "PATH": "/"}).job == Job(
-        device="cpu"
+        device="cpu", elastic=True
     )
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from engine.core.action import Program
 from engine.core.checkpoint_rules import KEEPING_FORM, keeping_of, keeps_any
@@ -44,6 +45,13 @@ from engine.core.units import DURATION_FORM, MOST_FLOAT, Scalar, parse_duration,
 # The models, data and arguments that a job can name, as the resolution of a job asks for them.
 
 
+class BlockChoice(NamedTuple):
+    """The blocks of each stage that a job has by itself, and the reason in words."""
+
+    blocks: int
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class JobParts:
     """The models, data and arguments that a job can name.
@@ -53,8 +61,8 @@ class JobParts:
     name, or writes to the folder. If `schedule` is not in `acts_on`, the user's generator is not called and program
     rules are skipped. A value of these fields from a file that the command line does not name as a job is refused,
     unless the user `trusts_files`. `samples_of` counts the training samples of a job with epochs: 0 for endless data,
-    None if they are not counted. `smallest_stage` returns the layers of the smallest stage, None if that depends on the
-    cut of the model. `defaults` returns the fields and arguments that have other defaults with the model of a job.
+    None if they are not counted. `blocks` chooses the blocks of each stage, for a job that leaves them to bamboo.
+    `defaults` returns the fields and arguments that have other defaults with the model of a job.
     """
 
     problems: Callable[[Job], Iterable[Problem]]
@@ -62,7 +70,7 @@ class JobParts:
     acts_on: tuple[str, ...] = ACTING
     trusts_files: bool = False
     samples_of: Callable[[Job], int | None] | None = None
-    smallest_stage: Callable[[Job], int | None] = lambda job: None
+    blocks: Callable[[Job], BlockChoice] = lambda job: BlockChoice(1, "the layers of the model are not known")
     defaults: Callable[[Job], Mapping[str, Scalar]] = lambda job: {}
 
     @property

@@ -35,7 +35,7 @@ from engine.files.jobs.job_layers import (
     with_its_faults,
     without_noted,
 )
-from engine.files.jobs.job_value import A_FIELD, FIELD_TYPES, IN_EPOCHS, FieldValue
+from engine.files.jobs.job_value import A_FIELD, AUTO, FIELD_TYPES, IN_EPOCHS, FieldValue, is_automatic
 from engine.files.jobs.resolved_job import ResolvedJob
 from engine.files.jobs.user_files import own_schedule
 from engine.files.strict_yaml import Document
@@ -100,22 +100,41 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
 
 # The defaults of a job that other workers can join: it shares out slots anew, and stages have blocks.
 #
-# Rules: a value that is given wins, and so do the blocks in the record of a run. Without `--blocks` a stage has four,
-# or as many as the smallest stage has layers. It has one where the launcher does not know the layers: of a user's own
-# model, and of stages that are balanced by weights. More could be more than a stage has layers, and the job would be
-# refused.
+# Rules: a value that is given wins, and so do those in the record of a run. A job for `bamboo run` moves stages if
+# other workers can take them over. A scenario, which may say where each stage is, and a job on several hosts, whose
+# network is not measured, do only if they say so. Blocks change the numbers that kills and records name. So only a job
+# that asks for elasticity has them by itself: with it, and with `--blocks auto`, dry runs choose the blocks once
+# (`offered`), so each later reader finds a number.
 
-BLOCKS = 4
 FOR_JOINERS = "default with elastic or standby"  # the origin of such a value
+FOR_SEVERAL = "default with several workers"
 
 
-def with_elastic_defaults(job: Job, layers: Sequence[Layer], given: Collection[str], offered: JobParts) -> Job:
-    """Returns the job with these defaults; `given` has the names of the fields that a layer gives."""
+def with_elastic_defaults(
+    job: Job, layers: Sequence[Layer], given: Mapping[tuple[str, ...], FieldValue], offered: JobParts, *, moves: bool
+) -> tuple[Job, dict[str, str], str]:
+    """Returns the job with these defaults, the origin of each, and why it has so many blocks if no number is given.
+
+    `moves`: it moves stages by itself.
+    """
+    origins, blocks = dict[str, str](), given.get(("blocks",))
     if job.standby > 0 and last_with("standby", layers) > last_with("elastic", layers):
         job = replace(job, elastic=True)
-    if not job.elastic or "blocks" in given:
-        return job
-    return replace(job, blocks=min(BLOCKS, offered.smallest_stage(job) or 1))
+        origins = {} if ("elastic",) in given else {"elastic": FOR_JOINERS}
+    is_asked = job.elastic
+    if moves and ("elastic",) not in given and not is_asked and can_move(job):
+        job, origins = replace(job, elastic=True), {"elastic": FOR_SEVERAL}
+    if blocks.value != AUTO if blocks else not is_asked:
+        return job, origins, ""
+    choice = offered.blocks(job)
+    origin = blocks.origin if blocks else FOR_JOINERS
+    origins["blocks"] = f"{origin} ({AUTO}: {choice.why})"
+    return replace(job, blocks=choice.blocks), origins, choice.why
+
+
+def can_move(job: Job) -> bool:
+    """Returns whether another worker can take over a stage of a job."""
+    return job.num_workers > 1 and job.retains and not job.predict_args
 
 
 # The defaults of a job that its model has: a model of a real size is trained in another dtype, on longer samples.
@@ -146,12 +165,14 @@ def resolve_job(
     offered: JobParts = ANYTHING,
     kept: Document | None = None,
     last: Layer | None = None,
+    *,
+    moves: bool = True,
 ) -> ResolvedJob:
     """Returns the job that all layers make together.
 
     `settings` holds the ``FIELD=VALUE`` of each ``--set``, `flags` the text of each flag by its field, and `project` is
     the folder of the project file ``bamboo.yaml``. Beside the `kept` job of a checkpoint, only the job file, ``--set``
-    and flags count. The `last` layer overrides all of them.
+    and flags count. The `last` layer overrides all of them. With `moves` a new job moves stages by itself.
 
     Raises:
         UserError: with every problem of every layer.
@@ -168,18 +189,20 @@ def resolve_job(
         return replace(resolved, with_faults=with_its_faults(record), init=init)
     files = ((_user_file(environment), ""), (project / PROJECT_FILE, LYING_THERE))
     lower = [file_layer(path, foreign) for path, foreign in files if path and os.path.exists(path)]
-    return merge([*lower, *layers, environment_layer(environment), *given], offered)
+    return merge([*lower, *layers, environment_layer(environment), *given], offered, moves=moves)
 
 
-def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
+def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING, *, moves: bool = False) -> ResolvedJob:
     """Returns the job that the layers make together; a later layer overrides an earlier one.
+
+    With `moves` it moves stages if others can take them over, and no layer says otherwise.
 
     Raises:
         UserError: with every problem of every layer.
     """
     given = {each.path: each for layer in layers for each in layer.given}
     spans = spans_of(given.values())
-    job = _job(each for each in given.values() if each.name not in spans)
+    job = _job(each for each in given.values() if each.name not in spans and not is_automatic(each))
     problems = [problem for layer in layers for problem in layer.problems]
     problems += [_masked(each) for each in given.values() if each.value == MASK and is_secret(each.path[-1])]
     foreign = foreign_values(given.values())
@@ -191,7 +214,7 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     else:
         job = replace(job, schedule=own)
     job, of_model = with_model_defaults(job, given, offered)
-    job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered)
+    job, of_joiners, why_blocks = with_elastic_defaults(job, layers, given, offered, moves=moves)
     problems += [
         _at_its_place(problem, given)
         for problem in check_job(job, nccl_on_cpu=bool(nccl_stand_in()))
@@ -204,15 +227,14 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
-    counted, origins = in_steps(job, layers, spans, offered), _origins(job, given) | of_model
-    origins |= {name: FOR_JOINERS for name in ("elastic", "blocks") if origins[name] == "default" and job.elastic}
+    counted, origins = in_steps(job, layers, spans, offered), _origins(job, given) | of_model | of_joiners
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]
     origins |= {name: f"{origins[name]} ({text})" for name, text in spans.items()}
     device, why = device_for(counted, accelerators())
     if why:
         counted, origins["device"] = replace(counted, device=device), f"{origins['device']} ({why})"
-    return ResolvedJob(counted, origins, foreign=foreign)
+    return ResolvedJob(counted, origins, foreign=foreign, why_blocks=why_blocks)
 
 
 def _masked(given: FieldValue) -> Problem:

@@ -1,7 +1,8 @@
 """One value given for a field of the job: its place, and the check of its type.
 
 A field has its type in `engine.core.job.job.Job`. A whole number is converted to a number, and for
-`checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``.
+`checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``, and one in
+`AUTOMATIC` the text ``auto``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _SCHEDULES = ", ".join(sorted(SCHEDULES))
 FIELD_HELP = {field.name: str(field.metadata["help"]).replace("{schedules}", _SCHEDULES) for field in fields(Job)}
 A_FIELD = "a field of the job"
 IN_EPOCHS = ("validate_every", "checkpoint_every")
+AUTOMATIC, AUTO = ("blocks",), "auto"  # fields whose value a job may leave to bamboo, and the text that says so
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
 _MOST_TEXT = 1 << 15  # the longest has the first layers of 4096 stages
 OWN_LINKS = "bamboo has links of its own in the place of Gloo: --backend direct"
@@ -70,6 +72,11 @@ def is_known(path: OptionPath) -> bool:
     return path[0] in ARGS_FIELDS and path[1].isidentifier()
 
 
+def is_automatic(given: FieldValue) -> bool:
+    """Returns whether a value is left to bamboo."""
+    return given.name in AUTOMATIC and given.value == AUTO
+
+
 def holds_text(path: OptionPath) -> bool:
     """Returns whether a known `path` is a field that only holds text."""
     return len(path) == 1 and (FIELD_TYPES[path[0]] is str or get_origin(FIELD_TYPES[path[0]]) is Literal)
@@ -88,6 +95,8 @@ def check(given: FieldValue) -> FieldValue | Problem:
     is_text = given.name in IN_EPOCHS and isinstance(given.value, str)
     if is_text and parse_epochs(given.value):
         return given
+    if is_automatic(given):
+        return given
     name, *argument = given.path
     form = job_form()()
     try:
@@ -96,6 +105,7 @@ def check(given: FieldValue) -> FieldValue | Problem:
         return replace(given, value=read[argument[0]] if argument else read)
     except ValidationError:
         expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
+        expected += f", or {AUTO}" if given.name in AUTOMATIC else ""
         if is_text and not isinstance(plain_value(given.value), int):
             return given.problem(STEPS_FORM, shown(given.value))
         return given.problem(expected, shown(given.value), _advice(given, kind))
@@ -129,6 +139,7 @@ def job_form() -> Any:
 # What the JSON schema of a field says beside the field's type.
 _LISTED: dict[str, Any] = {"type": ["string", "array"]}
 _TEXTS: dict[str, dict[str, Any]] = {
+    "blocks": {"type": ["integer", "string"], "pattern": f"^{AUTO}$", "minimum": 1},
     "validate_every": {"type": ["integer", "string"], "pattern": EPOCHS_PATTERN, "minimum": 0},
     "checkpoint_every": {"type": ["string", "integer"], "pattern": KEEPING_PATTERN, "minimum": 0},
     "events_max": {"pattern": SIZE_PATTERN},

@@ -19,7 +19,8 @@ class ResolvedJob:
 
     `with_faults` is the command that repeats the faults too, if the job is that of a run with faults. `foreign` has the
     values that a run takes with ``--trust-code`` only. A job that is resumed begins after the checkpoint `origin`. A
-    run that is repeated was given weights with the hash `init`.
+    run that is repeated was given weights with the hash `init`. `why_blocks` says why bamboo has chosen the blocks of a
+    stage, if it has.
     """
 
     job: Job
@@ -28,6 +29,12 @@ class ResolvedJob:
     foreign: tuple[Problem, ...] = ()
     origin: Resumption | None = None
     init: str = ""
+    why_blocks: str = ""
+
+    @property
+    def blocks_line(self) -> str:
+        """The line about the blocks that bamboo has chosen; empty if it has not."""
+        return f"blocks: {self.job.blocks} per stage, because {self.why_blocks}" if self.why_blocks else ""
 
 
 def secret_arguments(job: Job) -> list[str]:

@@ -133,11 +133,11 @@ def _refuse_constant(name: str) -> None:
 #     {"ask": "join", "standby": false}    starts a worker on this host, which waits; answered by its number
 #     {"ask": "leave", "worker": 4}        gives a worker its notice, as SIGTERM does
 #
-# Rules: a run takes workers if it shares out slots anew or has waiting workers, until its last step has begun.
+# Rules: a run takes workers if it moves slots or has waiting workers, until its last step has begun.
 # The rules of the files stand above.
 
 BEGINNING = "join-"
-CLOSED = "the run was started without --elastic and without --standby, so that no worker can join it"
+CLOSED = "no worker can join a run without --elastic, as with --no-elastic, one worker or --redundancy none"
 TOO_LATE = "the last step has begun"
 _MOST_WORKERS = 4096  # numbers of one run
 

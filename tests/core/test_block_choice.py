@@ -1,0 +1,141 @@
+"""The blocks that a job has by itself: the fewest whose step after a death is nearly the shortest that it can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.job.job import Job
+from engine.core.job.job_rules import BlockChoice, check_job
+from engine.core.job.partition import known_ownership
+from engine.core.ownership import Ownership
+from engine.core.program.schedules import SCHEDULES
+from engine.core.protocol import block_choice
+from engine.core.protocol.block_choice import MOST_BLOCKS, NEAR, fewest_in_time, step_after_death
+
+JOBS = (
+    *(Job(stages=stages, microbatches=8) for stages in (2, 3, 4, 6)),
+    Job(stages=4, pipelines=2, microbatches=4),
+    Job(stages=4, pipelines=2, microbatches=4, redundancy="reroute"),
+    Job(stages=4, pipelines=2, microbatches=4, redundancy="none"),
+    Job(stages=2, pipelines=2, microbatches=4, fsdp=1),
+    Job(stages=4, workers=2, microbatches=4),
+    Job(stages=4, microbatches=8, redundancy="eager", redundancy_level=2),
+    *(
+        Job(stages=4 * each.stages_per_worker[0], stages_per_worker=each.stages_per_worker[0], schedule=name)
+        for name, each in SCHEDULES.items()
+        if name in ("zb1p", "zbv", "interleaved")
+    ),
+)
+
+
+def offences(choose: Callable[[Job, int | None], BlockChoice], jobs: tuple[Job, ...]) -> Iterator[str]:
+    """Yields each rule that a choice breaks; the step of each number of blocks is measured anew."""
+    for job in jobs:
+        times = {number: step_after_death(replace(job, blocks=number)) for number in range(1, MOST_BLOCKS + 1)}
+        chosen = [choose(job, layers).blocks for layers in range(1, 8)]
+        for layers, blocks in enumerate(chosen, 1):
+            allowed = [number for number in times if number <= layers]
+            if blocks not in allowed:
+                yield f"{blocks} blocks for {layers} layers"
+            elif times[blocks] > 1.05 * min(times[number] for number in allowed):
+                yield f"{blocks} blocks are worse than the best by more than 5 %"
+            elif any(times[less] <= 1.05 * min(times[number] for number in allowed) for less in range(1, blocks)):
+                yield f"fewer than {blocks} blocks would do"
+        if chosen != sorted(chosen):
+            yield f"more layers give fewer blocks: {chosen}"
+
+
+def test_no_choice_breaks_a_rule() -> None:
+    assert list(offences(block_choice.block_choice, JOBS)) == []
+
+
+def test_a_rule_that_always_chooses_one_is_found() -> None:
+    def one(job: Job, layers: int | None) -> BlockChoice:
+        return block_choice.block_choice(job, layers)._replace(blocks=1)
+
+    assert any("worse than the best" in each for each in offences(one, JOBS))
+
+
+def test_a_rule_that_always_chooses_the_most_is_found() -> None:
+    def most(job: Job, layers: int | None) -> BlockChoice:
+        return block_choice.block_choice(job, layers)._replace(blocks=min(layers or 1, MOST_BLOCKS))
+
+    assert any("would do" in each for each in offences(most, JOBS))
+
+
+@given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=MOST_BLOCKS))
+def test_the_fewest_near_the_best_and_never_fewer_with_more_to_choose_from(steps: list[float]) -> None:
+    chosen = 0
+    for most in range(1, len(steps) + 1):
+        times = dict(enumerate(steps[:most], 1))
+        before, chosen = chosen, fewest_in_time(times)
+        assert before <= chosen <= most
+        assert times[chosen] <= NEAR * min(times.values())
+        assert all(times[less] > NEAR * min(times.values()) for less in range(1, chosen))
+
+
+def test_three_workers_share_the_halves_of_a_dead_one() -> None:
+    """Two blocks are as good as four: the neighbours get one each, and a step takes 40.5 units instead of 51."""
+    assert [step_after_death(Job(stages=3, blocks=number)) for number in (1, 2, 3, 4)] == [51, 40.5, 43, 40.5]
+    assert block_choice.block_choice(Job(stages=3), 4) == (
+        2,
+        "a step after a death takes 51 units with 1 block per stage and 40.5 with 2",
+    )
+    assert block_choice.block_choice(Job(stages=2), 4) == (
+        1,
+        "a step after a death takes 48 units with 1 block per stage, and no more make it shorter",
+    )
+
+
+def test_the_steps_of_a_run_do_not_depend_on_the_blocks_that_a_job_has_by_now() -> None:
+    assert block_choice.block_choice(Job(stages=3, blocks=4), 4) == block_choice.block_choice(Job(stages=3), 4)
+
+
+@pytest.mark.parametrize(
+    ("job", "layers", "words"),
+    [
+        (Job(stages=3), None, "only the workers know"),
+        (Job(stages=3), 1, "the smallest stage has 1 layer"),
+        (Job(stages=3, slices=2), 4, "the job takes no more"),
+        (Job(stages=1), 4, "no other worker"),
+        (Job(stages=3, redundancy="none"), 4, "no other worker"),
+        (Job(stages=3, schedule="mine:order"), 4, "is not called"),
+        (Job(stages=0), 4, "refused"),
+        (Job(stages=3, schedule="1f2b"), 4, "refused"),
+    ],
+)
+def test_one_block_where_no_dry_run_decides(job: Job, layers: int | None, words: str) -> None:
+    choice = block_choice.block_choice(job, layers)
+    assert (choice.blocks, words in choice.why) == (1, True), choice
+
+
+def test_large_jobs_have_fewer_dry_runs_and_very_large_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[int] = []
+    without = block_choice._step_without
+
+    def seen(job: Job, ownership: Ownership, victim: int) -> float:
+        lost.append(victim)
+        return without(job, ownership, victim)
+
+    monkeypatch.setattr(block_choice, "_step_without", seen)
+    step_after_death(Job(stages=8, microbatches=8))
+    assert sorted(lost) == [0, 4, 7]
+    lost.clear()
+    step_after_death(Job(stages=8, microbatches=256))
+    assert lost == [4]
+    lost.clear()
+    assert block_choice.block_choice(Job(stages=16, microbatches=256), 3).blocks == 3
+    assert lost == []
+
+
+def test_a_choice_breaks_no_rule_of_jobs() -> None:
+    job = Job(stages=8, microbatches=400, adapt_schedule=4)
+    choice = block_choice.block_choice(job, 4)
+    assert check_job(replace(job, blocks=choice.blocks)) == []
+    assert choice.blocks == 1
+    assert known_ownership(replace(job, blocks=choice.blocks)) is not None
