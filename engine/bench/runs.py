@@ -216,8 +216,8 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def flags(job: Job) -> list[str]:
-    """Returns the settings of `bamboo run` for the fields of a job that are not their defaults."""
-    plain, usual = asdict(job), asdict(Job())
+    """Returns the settings of `bamboo run` for a job: fields that are not their defaults, or whose default depends."""
+    plain, usual = asdict(job), asdict(Job()) | {"elastic": None}
     settings = []
     for name, value in plain.items():
         if isinstance(value, dict):

@@ -96,12 +96,15 @@ def test_the_steps_of_a_run_do_not_depend_on_the_blocks_that_a_job_has_by_now() 
     assert block_choice.block_choice(Job(stages=3, blocks=4), 4) == block_choice.block_choice(Job(stages=3), 4)
 
 
+LARGE = Job(stages=2100, stages_per_worker=3, schedule="interleaved-flexible", microbatches=1)
+
+
 @pytest.mark.parametrize(
     ("job", "layers", "words"),
     [
         (Job(stages=3), None, "only the workers know"),
         (Job(stages=3), 1, "the smallest stage has 1 layer"),
-        (Job(stages=3, slices=2), 4, "the job takes no more"),
+        (LARGE, 4, "the job takes no more"),
         (Job(stages=1), 4, "no other worker"),
         (Job(stages=3, redundancy="none"), 4, "no other worker"),
         (Job(stages=3, schedule="mine:order"), 4, "is not called"),

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(300)
 
 Patch = pytest.MonkeyPatch
 HISTORIES = 60
-HEIR_KNEW = 316  # a case in which only the host that takes over has heard of the last commit
+HEIR_KNEW = 131  # a case in which only the host that takes over has heard of the last commit
 BEGUN, ENDED = 30, 100  # moments of the small case: the first step begins, and the run ends
 
 AT_THE_END = [Case(stages=4, microbatches=2, hosts=2, seed=at, losses=(HostLoss(at, 0, "agent"),)) for at in (71, 73)]
