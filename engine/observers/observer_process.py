@@ -29,6 +29,7 @@ def main(parent: int, name: str, events: Path, fd: int) -> int:
     page, following = ProgressPage(fd), None
     try:
         following = LoggerFeed(made_logger(name), events, lambda step: page.write(LoggerProgress(step)))
+        page.write(LoggerProgress())
         while not following.is_over:
             following.read_on()
             time.sleep(0 if following.is_over else _POLL_S)

@@ -2,8 +2,8 @@
 
 Rules: no thread of the launcher runs a logger, and the launcher never waits for one before the end of training. During
 training, a logger that uses more than `_SHARE` of a core only gets a quarter of the idle time. Afterwards it has
-`DRAIN_S` to log the rest, or `INTERRUPTED_S` after an interrupt. The launcher reports the steps that a logger has not
-logged, and why one has ended; loggers never decide the exit code.
+`START_S` to be there, and from then on `DRAIN_S` to log the rest, or `INTERRUPTED_S` after an interrupt. The launcher
+reports the steps that a logger has not logged, and why one has ended; loggers never decide the exit code.
 """
 
 from __future__ import annotations
@@ -191,16 +191,17 @@ def _wall_s(at_ns: int) -> float:
     return time.time() - (time.monotonic_ns() - at_ns) / 1e9
 
 
-_HEAD = Struct("<qq")  # the last step, and whether the logger has finished
+_HEAD = Struct("<qqq")  # the last step, whether the logger has finished, and whether it is there
 _MOST_OF_TEXT = 1_000
 
 
 class LoggerProgress(NamedTuple):
-    """The last logged step, whether the logger has finished, and its error, if any."""
+    """The last logged step, whether the logger has finished, its error, if any, and whether it is there."""
 
     last_step: int = -1
     is_over: bool = False
     error: str = ""
+    is_there: bool = True
 
 
 class ProgressPage:
@@ -213,19 +214,19 @@ class ProgressPage:
     def new() -> ProgressPage:
         """Returns an empty page."""
         page = ProgressPage(os.memfd_create("bamboo-logger"))
-        page.write(LoggerProgress())
+        page.write(LoggerProgress(is_there=False))
         return page
 
     def write(self, progress: LoggerProgress) -> None:
         """Replaces the progress."""
         text = progress.error.encode(errors="replace")[:_MOST_OF_TEXT]
-        os.pwrite(self.fd, _HEAD.pack(progress.last_step, progress.is_over) + text, 0)
+        os.pwrite(self.fd, _HEAD.pack(progress.last_step, progress.is_over, progress.is_there) + text, 0)
 
     def read(self) -> LoggerProgress:
         """Returns the progress."""
         data = os.pread(self.fd, _HEAD.size + _MOST_OF_TEXT, 0)
-        last_step, is_over = _HEAD.unpack_from(data)
-        return LoggerProgress(last_step, bool(is_over), data[_HEAD.size :].decode(errors="replace"))
+        last_step, is_over, is_there = _HEAD.unpack_from(data)
+        return LoggerProgress(last_step, bool(is_over), data[_HEAD.size :].decode(errors="replace"), bool(is_there))
 
     def close(self) -> None:
         """Closes the descriptor."""
@@ -297,7 +298,7 @@ def made_logger(name: str) -> object:
 
 View = TypeVar("View")
 
-DRAIN_S = 10.0
+START_S, DRAIN_S = 60.0, 10.0
 INTERRUPTED_S = 0.5
 _SHARE, _AT_ONCE_S = 0.01, 0.2  # of a core's time, while steps are trained: on average, and beyond that
 _POLL_S = 0.01
@@ -332,6 +333,11 @@ class Observer:
         if self.is_slowed:
             self.num_looks += 1
             self.process.send_signal(signal.SIGSTOP if self.num_looks % 4 else signal.SIGCONT)
+
+    @property
+    def starts(self) -> bool:
+        """Whether its process is still importing and making the logger."""
+        return self.process.poll() is None and not self.page.read().is_there
 
     def let_run(self) -> None:
         """Restores the usual share of the process, if the kernel allows that."""
@@ -381,12 +387,15 @@ class Observers:
     def finish(self, committed: int) -> tuple[dict[str, Any], ...]:
         """Waits for the loggers to finish, ends those that are late, and returns the progress of all."""
         begun_s, limit_s = time.monotonic(), DRAIN_S
+        there_by_s = begun_s + START_S
         for observer in self.observers:
             observer.let_run()
         while any(observer.process.poll() is None for observer in self.observers):
             interrupts = present()
             if limit_s == DRAIN_S and interrupts is not None and interrupts.first is not None:
                 limit_s = min(DRAIN_S, time.monotonic() - begun_s + INTERRUPTED_S)
+            if limit_s == DRAIN_S and time.monotonic() < there_by_s and any(each.starts for each in self.observers):
+                begun_s = time.monotonic()
             if time.monotonic() > begun_s + limit_s:
                 break
             time.sleep(_POLL_S)

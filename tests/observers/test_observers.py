@@ -78,3 +78,21 @@ def test_the_end_of_each_logger_is_told_and_no_other_one_knows(tmp_path: Path, m
     assert "was ended" in told["Blocks"] and "it has logged 0 of 3 steps" in told["Blocks"]
     assert "was ended" in told["Computes"]
     assert "Traceback" in (run / "logs" / "logger-loggers.Raises.log").read_text()
+
+
+def test_a_logger_that_takes_long_to_begin_has_the_whole_time_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late.py").write_text("import time\ntime.sleep(4)\n\nclass Late:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(observers, "DRAIN_S", 2.0)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "events.jsonl").write_text(lines_of(EVENTS))
+    job = replace(Job(), logger="late:Late")
+    with observing(job, tmp_path / "events.jsonl", tmp_path / "logs", print) as late:
+        (end,) = late.finish(2)
+        assert (end["whole"], end["last_step"], end["error"]) == (True, 2, "")
+    monkeypatch.setattr(observers, "START_S", 1.0)
+    with observing(job, tmp_path / "events.jsonl", tmp_path / "logs", print) as late:
+        (end,) = late.finish(2)
+        assert (end["whole"], end["error"]) == (False, "it took longer than 2.0 s after the end of training")

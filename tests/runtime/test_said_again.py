@@ -5,7 +5,14 @@ from __future__ import annotations
 from engine.codec.messages import encode
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.manifest import Part
-from engine.core.messages import BordersMessage, PartitionMessage, PingMessage, ReadyMessage, WelcomeMessage
+from engine.core.messages import (
+    BorderMessage,
+    BordersMessage,
+    PartitionMessage,
+    PingMessage,
+    ReadyMessage,
+    WelcomeMessage,
+)
 from engine.runtime.agent.host_servers import ReplayBuffer, WelcomeCache
 
 
@@ -19,10 +26,11 @@ def test_the_parts_of_the_last_checkpoint_are_said_again() -> None:
         for layer in range(100):
             said.add(kept(step, layer))
     said.add(kept(1, 100))  # late
+    said.add(encode(BorderMessage(0, (), ())))
     said.add(encode(ReadyMessage()))
     said.add(encode(UnkeptMessage(2, "no room")))
-    assert said.packets[0] == encode(ReadyMessage())
-    assert said.packets[1:] == [*(kept(2, layer) for layer in range(100)), encode(UnkeptMessage(2, "no room"))]
+    assert said.packets[:2] == [encode(BorderMessage(0, (), ())), encode(ReadyMessage())]
+    assert said.packets[2:] == [*(kept(2, layer) for layer in range(100)), encode(UnkeptMessage(2, "no room"))]
 
 
 def welcome(worker: int, start: str) -> bytes:

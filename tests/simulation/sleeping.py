@@ -16,7 +16,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from engine.core.messages import ReadyMessage, WaitingMessage
+from engine.core.messages import BorderMessage, ReadyMessage, WaitingMessage
 from engine.core.protocol import inputs_outputs
 from engine.core.protocol.events import JobRestart, Loading, Notice, Sight, Takeover, WorkerWord
 from engine.core.protocol.inputs_outputs import CoordinatorInput, ProcessExit
@@ -179,7 +179,7 @@ def _sleep(rng: Random, number: int) -> Sleep:
 
 
 def _is_told_again(given: CoordinatorInput) -> bool:
-    """Whether a coordinator that takes over must be told an input again: each end, join and notice comes once only."""
+    """Whether a coordinator that takes over must be told an input again: an end, border, join or notice comes once."""
     return isinstance(given, ProcessExit | Notice) or (
-        isinstance(given, WorkerWord) and isinstance(given.message, ReadyMessage | WaitingMessage)
+        isinstance(given, WorkerWord) and isinstance(given.message, BorderMessage | ReadyMessage | WaitingMessage)
     )

@@ -56,6 +56,7 @@ from engine.core.kv import KV, Lease
 from engine.core.message_kinds import MAX_BYTES, Message, head_of
 from engine.core.messages import (
     AuditMessage,
+    BorderMessage,
     BordersMessage,
     CutMessage,
     Evaluation,
@@ -78,7 +79,8 @@ from engine.runtime.process import descendants
 from engine.runtime.process.clock import TICK_S
 from engine.runtime.process.spawner import Spawner
 
-# The words of a worker that the next coordinator has to hear again: that it has joined, its notice, its last words.
+# The words of a worker that the next coordinator has to hear again: the borders behind its stages, that it has joined,
+# its notice, its last words.
 #
 # It hears too what the workers of a host were told, as a newcomer is told the same.
 #
@@ -90,6 +92,7 @@ from engine.runtime.process.spawner import Spawner
 _ONCE = tuple(
     head_of(kind)
     for kind in (
+        BorderMessage,
         ReadyMessage,
         WaitingMessage,
         NoticeMessage,
