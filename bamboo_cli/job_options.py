@@ -174,7 +174,8 @@ HfRandom = Annotated[
 ]
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
-_BOTH_WAYS = ("elastic",)  # its default depends on the job
+# Flags of fields whose default depends on the job, which make them false: a row each, as `--a/--no-a` takes a column.
+_NOT = {"elastic": "leave every stage where it is, and refuse workers that join"}
 _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -242,6 +243,7 @@ def _with_flags(
     @functools.wraps(command)
     def flagged(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
+        values |= {name: False for name in _NOT if values.pop(f"no_{name}", None)}
         run(values | dict(instead), **own_values)
 
     # Typer reads the signature of a function, then its annotations.
@@ -296,9 +298,7 @@ def flag_texts(values: JobValues) -> dict[str, str]:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a field; one that is true by default has one that makes it false, and some have both."""
-    if name in _BOTH_WAYS:
-        return f"--{name}/--no-{name}"
+    """Returns the flag of a field; one that is true by default has one that makes it false."""
     return f"--{'no-' if _DEFAULTS[name] is True else ''}{name.replace('_', '-')}"
 
 
@@ -315,7 +315,7 @@ def _refuse_a_library_name(path: Path | None) -> None:
 def _text(name: str, value: str | bool) -> str:
     if isinstance(value, str):
         return value
-    return str(value if name in _BOTH_WAYS else not _DEFAULTS[name]).lower()
+    return str(value if name in _NOT else not _DEFAULTS[name]).lower()
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
@@ -329,7 +329,11 @@ def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
         "--set", metavar="FIELD=VALUE", help="Set any field, such as model_args.width=64; repeatable."
     )
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
-    parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]
+    for name in (each for each in FLAG_FIELDS if each not in without):
+        parameters += [_parameter(name, _flag(name, _DEFAULTS[name]))]
+        if name in _NOT:
+            option = typer.Option(f"--no-{name}", help=_NOT[name], rich_help_panel="Job")
+            parameters += [_parameter(f"no_{name}", Annotated[bool, option], default=False)]
     parameters += [_parameter("set", Annotated[list[str] | None, setting])]
     parameters += [_parameter("hf", HfModel), _parameter("hf_random", HfRandom, default=False)]
     return [*parameters, _parameter("trust_code", TrustCode, default=False)]
