@@ -55,7 +55,7 @@ def test_there_are_many_kinds_of_corruption() -> None:
 @looped("kind", [each for each in CORRUPTIONS if not {"HAND", "SHIP"} & {*each.split()}])
 def test_a_corrupted_program_is_refused(kind: str) -> None:
     order, found = seeded(2), 0
-    while found < 25:
+    while found < 12:
         program, ownership = drawn_step(order, 2, _WITHOUT_CHOICE)
         lines = {worker: list(actions) for worker, actions in program.items()}
         if not CORRUPTIONS[kind](lines, ownership, order):
