@@ -454,7 +454,7 @@ def _words_of_move(options: _Options, before: _Option, best: _Option) -> str:
     unit = "s" if measured.in_seconds else "units"
     changed = [place for place, (was, owner) in enumerate(zip(present, best.owners, strict=True)) if was != owner]
     numbers = Counter(place // grid.stages for place in changed)
-    words = f"{counted(len(changed), grid.noun)} of {len(present)} move"
+    words = f"{counted(len(changed), grid.noun)} of {len(present)} {'moves' if len(changed) == 1 else 'move'}"
     if grid.pipelines > 1:
         words += f" ({', '.join(f'{numbers[pipeline]} of pipeline {pipeline}' for pipeline in sorted(numbers))})"
     words += f", {size_text(best.moved - len(changed))} are copied" if measured.replica_bytes else ""
