@@ -175,7 +175,7 @@ HfRandom = Annotated[
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
 # Flags of fields whose default depends on the job, which make them false: a row each, as `--a/--no-a` takes a column.
-_NOT = {"elastic": "leave every stage where it is, and refuse workers that join"}
+_NOT = {"elastic": "leave every stage where it is; without --standby, refuse workers that join"}
 _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -243,7 +243,10 @@ def _with_flags(
     @functools.wraps(command)
     def flagged(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
-        values |= {name: False for name in _NOT if values.pop(f"no_{name}", None)}
+        for name in (each for each in _NOT if values.pop(f"no_{each}", None)):
+            if values[name]:
+                raise UserError([Problem(f"--no-{name}", f"either this or --{name}", "both")])
+            values[name] = False
         run(values | dict(instead), **own_values)
 
     # Typer reads the signature of a function, then its annotations.

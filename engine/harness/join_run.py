@@ -63,7 +63,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
     """
     folder, history = live_run(results, run, "nothing can join it")
     if not takes_workers(history.job):
-        hint = "start it with --elastic, so that stages move to a worker that joins; or with --standby N"
+        hint = "start it with --elastic or --standby N"
         raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
     if chief := coordinating_host(history):
         hint = f"a worker is started where the fewest are, by the host that coordinates: join there, on {chief}"

@@ -249,3 +249,9 @@ def test_wrong_kills_are_told_with_the_other_mistakes(parsed: list[str]) -> None
     assert isinstance(told.exception, UserError)
     assert [each.field for each in told.exception.problems] == ["--kill", "--kill 5:99", "--grace"]
     assert parsed == ["5:99", "5"]
+
+
+def test_a_flag_and_its_opposite_are_refused() -> None:
+    assert (invoke("run", "--elastic")[0].job.elastic, invoke("run", "--no-elastic")[0].job.elastic) == (True, False)
+    with pytest.raises(UserError, match="--no-elastic: expected either this or --elastic, found both"):
+        invoke("run", "--elastic", "--no-elastic")

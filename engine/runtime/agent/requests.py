@@ -137,7 +137,7 @@ def _refuse_constant(name: str) -> None:
 # The rules of the files stand above.
 
 BEGINNING = "join-"
-CLOSED = "no worker can join a run without --elastic, as with --no-elastic, one worker or --redundancy none"
+CLOSED = "its stages do not move, and it keeps no worker waiting"
 TOO_LATE = "the last step has begun"
 _MOST_WORKERS = 4096  # numbers of one run
 
