@@ -11,6 +11,7 @@ from tests.simulation.case import LINK_KINDS
 from tests.simulation.judge import DARK
 from tests.simulation.planting import all_well
 from tests.simulation.schedules import link_faults, random_link_fault, small_cases
+from tests.soaked import soaked
 
 PARTS = 4
 STRIDE = 29  # of the moments of the first step; the soak has each fifth
@@ -36,7 +37,7 @@ def test_one_end_of_a_dark_edge_is_given_up_and_no_other_worker(part: int, strid
     assert sum(DARK in history.turns for history in histories) >= DARK_EDGES
 
 
-@pytest.mark.parametrize("part", range(PARTS // 2))
+@pytest.mark.parametrize("part", [*range(PARTS // 2), *map(soaked, range(PARTS // 2, PARTS))])
 def test_links_fail_beside_deaths_of_workers_and_coordinators(part: int) -> None:
     histories = all_well(random_link_fault(number) for number in range(part * RANDOM, (part + 1) * RANDOM))
     turns = Counter(turn for history in histories for turn in history.turns)

@@ -22,12 +22,14 @@ from tests.simulation.executor import Executor
 from tests.simulation.planting import GROWN, GROWN_MORE, SMALL, caught, kills, redone, troubled
 from tests.simulation.replica import Replica
 from tests.simulation.run import run
+from tests.soaked import soaked
 
 pytestmark = pytest.mark.usefixtures("fresh_answers")
 
 
-def test_cases_pass_where_nothing_is_planted() -> None:
-    for case in (*kills(SMALL), *kills(GROWN), *kills(GROWN_MORE), *redone(), *troubled(20)):
+@pytest.mark.parametrize("count", [20, soaked(60)])
+def test_cases_pass_where_nothing_is_planted(count: int) -> None:
+    for case in (*kills(SMALL), *kills(GROWN), *kills(GROWN_MORE), *redone(), *troubled(count)):
         assert run(case).problem == "", case.text()
 
 
