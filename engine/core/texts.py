@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 _SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
 _DOUBTFUL = re.compile(r"[^ -~\n\t]")
 _FIRST_SPACE, _ENDS = "\xa0", "\u2028\u2029"  # spaces of Unicode, but not its ends of lines and paragraphs
+_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 TRUST_FLAG = "--trust-code"  # the user's word that files may name code
 
 
@@ -64,6 +65,11 @@ def spans(numbers: Iterable[int]) -> list[str]:
 def size_text(num_bytes: int) -> str:
     """Returns a number of bytes with four digits, such as ``27.13 MB`` or ``12.3 kB``."""
     return f"{num_bytes / 1e6:.4g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.4g} kB"
+
+
+def exit_text(code: int) -> str:
+    """Returns how a process has ended, such as ``was killed (SIGKILL)``; `code` is negative for a signal."""
+    return f"was killed ({_SIGNALS.get(-code, f'signal {-code}')})" if code < 0 else f"exited with code {code}"
 
 
 def sentence(text: str) -> str:

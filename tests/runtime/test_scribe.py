@@ -145,7 +145,7 @@ def test_the_message_says_how_the_process_has_ended(tmp_path: Path) -> None:
         folder = scribe.make_run_folder(str(tmp_path), "mlp", print)
         assert scribe._child is not None
         scribe._child.signal(signal.SIGKILL)
-        with pytest.raises(StorageError, match=r"the process that writes the files of the run has ended \(signal 9\)"):
+        with pytest.raises(StorageError, match=r"the process that writes the files of the run was killed \(SIGKILL\)"):
             scribe.write(folder.run_json, "{}")
 
 

@@ -40,7 +40,7 @@ from engine.core.protocol.verdicts import (
     restarting,
     state_lost,
 )
-from engine.core.texts import numbered
+from engine.core.texts import exit_text, numbered
 
 # The rules of requests, which are met later: a worker waits to become a member or leaves, the job ends, slots move.
 #
@@ -158,9 +158,6 @@ def departs(state: State, event: events.Departure) -> State:
     return new_epoch(state._replace(exited=(*state.exited, worker)), event.now_ns, [left])
 
 
-_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-
-
 @rule()
 def joins(state: State, event: WorkerWord[messages.ReadyMessage]) -> State:
     """Records that a member is ready; a resumed coordinator may read this again."""
@@ -206,10 +203,8 @@ def ends(state: State, event: events.ExitSeen) -> State:
     new = state._replace(exited=(*state.exited, event.worker))
     if event.worker in state.done:
         return new
-    code = event.code
-    how = f"was killed ({_SIGNALS.get(-code, f'signal {-code}')})" if code < 0 else f"exited with code {code}"
     cause = Cause.RAISED if event.raised else Cause.DEATH
-    out = excluded(event.worker, cause, event.raised or how, last_seen(state, event.worker))
+    out = excluded(event.worker, cause, event.raised or exit_text(event.code), last_seen(state, event.worker))
     if event.worker not in state.members:
         return loses(new, [] if event.worker in (*state.out, *state.lost) else [out])
     return new_epoch(new, event.now_ns, [out])

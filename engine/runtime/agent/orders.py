@@ -30,7 +30,7 @@ from engine.core.errors import (
     UserError,
     required,
 )
-from engine.core.texts import counted
+from engine.core.texts import counted, exit_text
 from engine.files.atomic_write import of_system
 from engine.runtime.process.fork_client import Child
 from engine.runtime.process.prctl import blank_environment, name_process
@@ -382,8 +382,8 @@ class Orders(HelperProcess):
     def _lose(self) -> None:
         if not self.why:
             code = None if self._child is None else self._child.wait(_GONE_S)
-            how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
-            self._give_up_with(f"the process that writes the files of the run has ended{how}")
+            how = "has ended" if code is None else exit_text(code)
+            self._give_up_with(f"the process that writes the files of the run {how}")
 
     def _stop_waiting(self, limit_s: float) -> None:
         self._give_up_with(f"{self.place!r} has not answered for {limit_s:.3g} s")
