@@ -150,8 +150,9 @@ def served(members: dict[int, WorkerHandle]) -> Iterator[tuple[int, Message]]:
                     case LinkWantedMessage():
                         pairs.link(member, message)
                     case BorderMessage():
-                        borders = borders.learn(message)
-                        tell_all(members.values(), BordersMessage(borders.known))
+                        before, borders = borders, borders.learn(message)
+                        if borders.known != before.known:
+                            tell_all(members.values(), BordersMessage(borders.known))
                     case KeyMessage():
                         tell_all(members.values(), message)
                     case _:

@@ -62,6 +62,7 @@ def learn_borders(
                 continue
             if index == len(borders):
                 tell(index, borders[-1])
+                behind[index] = borders[-1]
             elif len(borders) == 1 and are_alike(model, starts[1 : index + 1]):
                 if index == stages - 1:
                     loaded()  # a mistake in the data is one behind any border
