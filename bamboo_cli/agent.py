@@ -173,7 +173,7 @@ _Join = Annotated[
     typer.Option(
         "--join",
         metavar="RUN",
-        help="Add a worker to this run (name, folder or latest), which must move stages (elastic) or have --standby.",
+        help="Add a worker to this run (name, folder or latest), which must be elastic or have --standby.",
         autocompletion=completion.runs,
     ),
 ]

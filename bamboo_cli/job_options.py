@@ -301,7 +301,7 @@ def flag_texts(values: JobValues) -> dict[str, str]:
 
 
 def flag_of(name: str) -> str:
-    """Returns the flag of a field; one that is true by default has one that makes it false."""
+    """Returns the flag of a field; a field that is true by default has one that makes it false."""
     return f"--{'no-' if _DEFAULTS[name] is True else ''}{name.replace('_', '-')}"
 
 

@@ -54,12 +54,8 @@ def print_plan(
     longer = over_none(dry_run(program, ownership), job.schedule, ownership) if job.redundancy == "eager" else 0.0
     at_once = dry_run(program, ownership, cost, overlapping=True).makespan if pairs_in(job.schedule) else run.makespan
     if as_json:
-        plan: dict[str, Any] = {
-            "blocks": job.blocks,
-            "why_blocks": why_blocks or None,
-            "makespan_with_overlap": at_once,
-        }
-        plan |= {"over_none": longer, **_plain_plan(job, program, ownership, run)}
+        plan = _plain_plan(job, program, ownership, run) | {"blocks": job.blocks, "why_blocks": why_blocks or None}
+        plan |= {"makespan_with_overlap": at_once, "over_none": longer}
         plan |= {"tensors": tensors_of(job, program, ownership, costs)} if costs is not None else {}
         _print_json(plan, job, faults, costs)
         return

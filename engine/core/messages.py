@@ -148,10 +148,7 @@ class BorderMessage(ToAgent):
 
 @message
 class BordersMessage(ToWorker):
-    """The borders behind the first stages, for the owner of the next one; that of the first stage, for every owner.
-
-    Those behind all stages, for every worker.
-    """
+    """The borders behind the first stages: one for all owners, more for the next owner, all for all workers."""
 
     borders: tuple[BorderSpecs, ...]
 

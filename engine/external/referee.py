@@ -351,7 +351,7 @@ class Referee:
     def _act(self, now: int) -> None:
         """Strikes with the faults that are due, sends the signals that are, and looks for the effects of faults.
 
-        It looks before a signal ends an effect, which on a busy machine nobody would see else.
+        It looks before a signal ends an effect, which would otherwise go unseen on a busy machine.
         """
         self._look()
         for fault in self._pending.due(self._view, now):

@@ -2,7 +2,7 @@
 
 Rules: no thread of the launcher runs a logger, and the launcher never waits for one before the end of training. During
 training, a logger that uses more than `_SHARE` of a core only gets a quarter of the idle time. Afterwards it has
-`START_S` to be there, and from then on `DRAIN_S` to log the rest, or `INTERRUPTED_S` after an interrupt. The launcher
+`START_S` to start, and from then on `DRAIN_S` to log the rest, or `INTERRUPTED_S` after an interrupt. The launcher
 reports the steps that a logger has not logged, and why one has ended; loggers never decide the exit code.
 """
 
@@ -191,17 +191,17 @@ def _wall_s(at_ns: int) -> float:
     return time.time() - (time.monotonic_ns() - at_ns) / 1e9
 
 
-_HEAD = Struct("<qqq")  # the last step, whether the logger has finished, and whether it is there
+_HEAD = Struct("<qqq")  # the last step, whether the logger has finished, and whether it has started
 _MOST_OF_TEXT = 1_000
 
 
 class LoggerProgress(NamedTuple):
-    """The last logged step, whether the logger has finished, its error, if any, and whether it is there."""
+    """The last logged step, whether the logger has finished, its error, if any, and whether it has started."""
 
     last_step: int = -1
     is_over: bool = False
     error: str = ""
-    is_there: bool = True
+    has_started: bool = True
 
 
 class ProgressPage:
@@ -214,19 +214,19 @@ class ProgressPage:
     def new() -> ProgressPage:
         """Returns an empty page."""
         page = ProgressPage(os.memfd_create("bamboo-logger"))
-        page.write(LoggerProgress(is_there=False))
+        page.write(LoggerProgress(has_started=False))
         return page
 
     def write(self, progress: LoggerProgress) -> None:
         """Replaces the progress."""
         text = progress.error.encode(errors="replace")[:_MOST_OF_TEXT]
-        os.pwrite(self.fd, _HEAD.pack(progress.last_step, progress.is_over, progress.is_there) + text, 0)
+        os.pwrite(self.fd, _HEAD.pack(progress.last_step, progress.is_over, progress.has_started) + text, 0)
 
     def read(self) -> LoggerProgress:
         """Returns the progress."""
         data = os.pread(self.fd, _HEAD.size + _MOST_OF_TEXT, 0)
-        last_step, is_over, is_there = _HEAD.unpack_from(data)
-        return LoggerProgress(last_step, bool(is_over), data[_HEAD.size :].decode(errors="replace"), bool(is_there))
+        last_step, is_over, has_started = _HEAD.unpack_from(data)
+        return LoggerProgress(last_step, bool(is_over), data[_HEAD.size :].decode(errors="replace"), bool(has_started))
 
     def close(self) -> None:
         """Closes the descriptor."""
@@ -335,9 +335,9 @@ class Observer:
             self.process.send_signal(signal.SIGSTOP if self.num_looks % 4 else signal.SIGCONT)
 
     @property
-    def starts(self) -> bool:
+    def is_starting(self) -> bool:
         """Whether its process is still importing and making the logger."""
-        return self.process.poll() is None and not self.page.read().is_there
+        return self.process.poll() is None and not self.page.read().has_started
 
     def let_run(self) -> None:
         """Restores the usual share of the process, if the kernel allows that."""
@@ -387,16 +387,17 @@ class Observers:
     def finish(self, committed: int) -> tuple[dict[str, Any], ...]:
         """Waits for the loggers to finish, ends those that are late, and returns the progress of all."""
         begun_s, limit_s = time.monotonic(), DRAIN_S
-        there_by_s = begun_s + START_S
+        start_by_s = begun_s + START_S
         for observer in self.observers:
             observer.let_run()
         while any(observer.process.poll() is None for observer in self.observers):
             interrupts = present()
             if limit_s == DRAIN_S and interrupts is not None and interrupts.first is not None:
                 limit_s = min(DRAIN_S, time.monotonic() - begun_s + INTERRUPTED_S)
-            if limit_s == DRAIN_S and time.monotonic() < there_by_s and any(each.starts for each in self.observers):
-                begun_s = time.monotonic()
-            if time.monotonic() > begun_s + limit_s:
+            now_s = time.monotonic()
+            if limit_s == DRAIN_S and now_s < start_by_s and any(each.is_starting for each in self.observers):
+                begun_s = now_s
+            if now_s > begun_s + limit_s:
                 break
             time.sleep(_POLL_S)
         self.look()

@@ -233,7 +233,7 @@ def test_an_error_is_one_line_with_the_users_own_place() -> None:
 
 def test_progress_is_read_as_it_was_written() -> None:
     slate = ProgressPage.new()
-    assert slate.read() == LoggerProgress(is_there=False)
+    assert slate.read() == LoggerProgress(has_started=False)
     slate.write(LoggerProgress(5, is_over=True, error="e" * 5_000))
     assert slate.read() == LoggerProgress(5, True, "e" * 1_000)
     slate.close()

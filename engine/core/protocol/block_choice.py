@@ -31,8 +31,8 @@ def block_choice(job: Job, layers: int | None) -> BlockChoice:
     job = replace(job, blocks=1)
     if why := _why_one(job, layers):
         return BlockChoice(1, why)
-    cuts = [replace(job, blocks=number) for number in range(1, min(layers or 1, MOST_BLOCKS) + 1)]
-    cuts = [cut for cut in cuts if not check_job(cut, nccl_on_cpu=True)]
+    more = (replace(job, blocks=number) for number in range(2, min(layers or 1, MOST_BLOCKS) + 1))
+    cuts = [job, *(cut for cut in more if not check_job(cut, nccl_on_cpu=True))]
     if len(cuts) == 1:
         return BlockChoice(1, "the job takes no more")
     if _size(cuts[-1]) > _VERY_LARGE:

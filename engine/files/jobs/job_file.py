@@ -124,7 +124,7 @@ def with_elastic_defaults(
     is_asked = job.elastic
     if moves and ("elastic",) not in given and not is_asked and can_move(job):
         job, origins = replace(job, elastic=True), {"elastic": FOR_SEVERAL}
-    if blocks.value != AUTO if blocks else not is_asked:
+    if not (is_automatic(blocks) if blocks else is_asked):
         return job, origins, ""
     choice = offered.blocks(job)
     origin = blocks.origin if blocks else FOR_JOINERS

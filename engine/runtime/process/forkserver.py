@@ -44,7 +44,9 @@ ROLES = {
 TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a notice
 PRELOAD = (
     "engine.runtime.worker.worker",
-    *(f"engine.models.{name}" for name in ("datasets", "networks", "transformer")),
+    "engine.models.datasets",
+    "engine.models.networks",
+    "engine.models.transformer",
 )
 
 
