@@ -359,7 +359,6 @@ class Referee:
         while self._queue and self._queue[0][0] <= now_ns():
             _, _, strike, timed = heapq.heappop(self._queue)
             self._send(strike, timed)
-        self._look()
         for ongoing in [*self._ongoing]:
             if now_ns() >= ongoing.until_ns:
                 ongoing.effect.end()
