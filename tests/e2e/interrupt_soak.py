@@ -52,6 +52,16 @@ cases:
   - {{name: second, faults: [{{at: {{step: 3, stage: 1}}, do: kill}}]}}
   - {{name: long, job: {{steps: 5000}}, faults: [{{at: {{step: 3, stage: 1}}, do: kill}}]}}
 """
+# The fork server imports the module of a model before any worker starts; this one takes longer than a test may wait.
+_SLOW_IMPORT = """\
+import time
+
+time.sleep(60)
+
+
+def layers():
+    raise NotImplementedError
+"""
 _INJECT = ("inject", "--scenario", "killed.yaml")
 _CELLS = ("matrix", "cells.yaml", "--jobs", "1", "--junit", "cells.xml")
 
@@ -109,7 +119,9 @@ MOMENTS = {
     "run, 0.35 s after its start": Moment(_LONG, _at_launch, 0.35),
     "run, 0.5 s after its start": Moment(_LONG, _at_launch, 0.5),
     "run, its first record": Moment(_LONG, _at("job"), told="interrupted: 0 steps"),
-    "run, the fork server imports": Moment(_LONG, _at("job"), 0.4, "interrupted: 0 steps"),
+    "run, the fork server imports": Moment(
+        (*_RUN, "--model", "slow_import:layers"), _at("job"), 0.4, "interrupted: 0 steps"
+    ),
     "run, start of workers": Moment(_LONG, _at("started"), told="interrupted: 0 steps"),
     "run, trial of layers": Moment(
         (*_LONG, "--set", "model_args.forward_ms=300"), _at("partition"), 0.1, "interrupted: 0 steps"
@@ -164,7 +176,7 @@ def interrupt(
         launcher.kill_all()
 
 
-_FILES = {"killed.yaml": _SCENARIO, "cells.yaml": _MATRIX}
+_FILES = {"killed.yaml": _SCENARIO, "cells.yaml": _MATRIX, "slow_import.py": _SLOW_IMPORT}
 
 
 def _judged(launcher: Launcher, done: Done, moment: Moment, number: signal.Signals) -> list[str]:

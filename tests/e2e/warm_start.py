@@ -280,12 +280,12 @@ def _serve(link: socket.socket, launcher: int) -> NoReturn:
     from engine.runtime.process.prctl import die_with_parent
 
     die_with_parent(launcher)
+    os.setsid()  # before it is wanted: a Ctrl-C of the launcher's terminal is not for it
     packet, fds, *_ = socket.recv_fds(link, 1 << 20, 1)
     if not packet:
         os._exit(0)
     link.close()
     given = json.loads(packet)
-    os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     _replace_environment(given["environment"])
     sys.path.pop(0)  # as -P does
