@@ -66,14 +66,13 @@ class Frame(NamedTuple):
         return self.length if self.offset == INLINE else 0
 
 
-def header_of_whole(epoch: int, key: int, size: int) -> bytes:
-    """Returns the header of a message that is one piece behind it."""
-    return _FORM.pack(epoch, key, size, 0, size, INLINE)
+_unpack = _FORM.unpack_from
+packed = _FORM.pack  # the fields of a `Frame`, without the call of a function in Python
 
 
 def unpacked(buffer: bytes | bytearray | memoryview, at: int = 0) -> Frame:
     """Returns the frame of the header at a place of a buffer; raises InvariantError for one that no sender makes."""
-    frame: Frame = _new(Frame, _FORM.unpack_from(buffer, at))
+    frame: Frame = _new(Frame, _unpack(buffer, at))
     _, _, total, start, length, _ = frame
     if total > MOST_BYTES or start + length > total or (length == 0 and total > 0):
         raise InvariantError(f"a link has a frame that no sender makes: {frame}")
@@ -91,21 +90,30 @@ def aligned(size: int) -> int:
 #     filled(n)     n bytes have come there; each frame that is whole now ends before the next one begins
 #
 # Large bodies go straight to their destination. Small ones come with the headers around them in one read, and are
-# copied.
+# copied. A message that is one piece and has come with its header is offered whole first.
 
 _BUFFER_BYTES = 80 << 10  # a small message in one read
 _DIRECT_BYTES = 16 << 10  # the rest of a body from which it is read without a copy
 
 Sink = Callable[[Frame], memoryview | None]  # the memory of the piece that a frame announces; None drops it
+TakeWhole = Callable[[int, int, memoryview], bool]  # gets epoch, key and bytes of a message; whether it took that
 
 
 class FrameReader:
-    """The frames of one link; for each, `sink` is called once before its body is read, and `end` once it is whole."""
+    """The frames of one link; for each, `sink` is called once before its body is read, and `end` once it is whole.
+
+    Neither is called for a message that `take_whole` has taken.
+    """
 
     def __init__(
-        self, sink: Sink, end: Callable[[Frame], None], size: int = _BUFFER_BYTES, direct: int = _DIRECT_BYTES
+        self,
+        sink: Sink,
+        end: Callable[[Frame], None],
+        take_whole: TakeWhole,
+        size: int = _BUFFER_BYTES,
+        direct: int = _DIRECT_BYTES,
     ):
-        self._sink, self._end, self._direct = sink, end, direct
+        self._sink, self._end, self._take_whole, self._direct = sink, end, take_whole, direct
         self._buffer = memoryview(bytearray(max(size, HEADER_BYTES)))
         self._have = 0  # bytes of the buffer that are not handled
         self._frame: Frame | None = None
@@ -135,8 +143,14 @@ class FrameReader:
             if frame is None:
                 if have - at < HEADER_BYTES:
                     break
+                epoch, key, total, _, length, offset = _unpack(buffer, at)
+                begin = at + HEADER_BYTES
+                is_whole = begin + length <= have and length == total and offset == INLINE
+                if is_whole and self._take_whole(epoch, key, buffer[begin : begin + length]):
+                    at = begin + length
+                    continue
                 self._frame = frame = unpacked(buffer, at)
-                at += HEADER_BYTES
+                at = begin
                 self._left = frame.length if frame.offset == INLINE else 0  # `inline`, without its call
                 self._into = self._sink(frame)
             into, left = self._into, self._left
@@ -215,7 +229,7 @@ class Incoming(Generic[Room]):
 
     def __init__(self, room_of: Callable[[Frame], Room]):
         self._room_of = room_of
-        self._open: dict[bool, tuple[Frame, Room, int]] = {}  # by `is_state`; with the bytes that have come
+        self.open: dict[bool, tuple[Frame, Room, int]] = {}  # by `is_state`; with the bytes that have come
         self._now: tuple[Frame, Room, int] | None = None  # that of the piece that has begun and not ended
 
     def begins(self, frame: Frame, floor: int) -> Room | None:
@@ -225,7 +239,7 @@ class Incoming(Generic[Room]):
         """
         if frame.epoch < floor:
             return None
-        known = self._open.pop(is_state(frame.key), None) if self._open else None
+        known = self.open.pop(is_state(frame.key), None) if self.open else None
         if known is not None and known[0].epoch < floor:
             known = None
         if frame.start == 0:
@@ -244,7 +258,7 @@ class Incoming(Generic[Room]):
             return None
         first, room, got = now
         if got + frame.length < frame.total:
-            self._open[is_state(frame.key)] = first, room, got + frame.length
+            self.open[is_state(frame.key)] = first, room, got + frame.length
             return None
         return room
 
@@ -264,6 +278,10 @@ class Mailbox(Generic[Receive, Room]):
         early = {address: deque(each for each in line if each[0] >= epoch) for address, line in self._early.items()}
         self._early = {address: line for address, line in early.items() if line}
 
+    def leave(self) -> None:
+        """Forgets the receives of the present group."""
+        self._posted = {}
+
     def take_early(self, source: int, key: int) -> Room | None:
         """Returns the message that came before its receive, which need not be posted then; None if none has."""
         early = self._early.get((source, key))
@@ -282,6 +300,11 @@ class Mailbox(Generic[Receive, Room]):
         """Returns the memory of the receive that the message of a frame will meet; None if it has another size."""
         posted = self._posted.get((source, frame.key)) if frame.epoch == self.epoch else None
         return posted[0][1] if posted and len(posted[0][1]) == frame.total else None
+
+    def meet(self, source: int, epoch: int, key: int, size: int) -> tuple[Receive, Room] | None:
+        """Returns the receive that a whole message meets, with its memory; None leaves it to `room_for` and `put`."""
+        posted = self._posted.get((source, key)) if epoch == self.epoch else None
+        return posted.popleft() if posted and len(posted[0][1]) == size else None
 
     def put(self, source: int, key: int, epoch: int, room: Room) -> Receive | None:
         """Takes in a whole message; returns its receive if that is posted, keeps the message if it may still be."""

@@ -64,7 +64,7 @@ class End:
         self._taken: list[tuple[int, bytearray]] = []  # key and memory of each message that has met its receive
         self._sizes = cycle(_ROOM_SIZES)
         self._incoming = classes.incoming(self._room_of)
-        self._reader = classes.reader(self._sink, self._end, size, direct)
+        self._reader = classes.reader(self._sink, self._end, self._take_whole, size, direct)
 
     def _room_of(self, frame: Frame) -> bytearray:
         room = self.mailbox.room_for(0, frame)
@@ -73,6 +73,15 @@ class End:
     def _sink(self, frame: Frame) -> memoryview | None:
         room = self._incoming.begins(frame, self.mailbox.epoch)
         return None if room is None else memoryview(room)[frame.start : frame.start + frame.length]
+
+    def _take_whole(self, epoch: int, key: int, body: memoryview) -> bool:
+        met = None if self._incoming.open else self.mailbox.meet(0, epoch, key, len(body))
+        if met is not None:
+            receive, room = met
+            memoryview(room)[:] = body
+            assert receive == key
+            self._taken.append((key, room))
+        return met is not None
 
     def read(self, data: bytes) -> None:
         """Reads bytes as they come from a socket: as many at once as there is room for."""

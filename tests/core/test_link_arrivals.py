@@ -141,10 +141,11 @@ INSIDE = [(1, 100, 40, 1), (5, 60, 60, None), Read(300), Enter(), Post(5), Post(
 EARLY = [Fence(), (1, 100, 100, None), Read(300), Enter(), Post(1)]
 SEVERAL = [Post(1), (1, 10, 10, None), (1, 20, 10, None), (1, 30, 10, None), Read(300), Read(300), Post(1), Post(1)]
 
-TWO = [Post(5), Post(1), Post(1), (1, 10, 10, None), (1, 10, 10, None)]  # both receives have memory of this size
+TWO = [Post(5), Post(1), Post(1), (1, 10, 5, None), (1, 10, 5, None)]  # both receives have memory of this size
+OTHER_SIZE = [Post(1), (1, 60, 60, None)]
 
 
-@looped("case", [OLD, HALF, INSIDE, EARLY, SEVERAL, TWO])
+@looped("case", [OLD, HALF, INSIDE, EARLY, SEVERAL, TWO, OTHER_SIZE])
 def test_a_case(case: list[Any]) -> None:
     play(case)
 
@@ -170,7 +171,7 @@ class CompletesHalf(Incoming[bytearray]):
 
     def begins(self, frame: Frame, floor: int) -> bytearray | None:
         """Goes on in the memory that is there."""
-        known = self._open.get(is_state(frame.key))
+        known = self.open.get(is_state(frame.key))
         if known is not None and frame.start == 0:
             self._now = known
             return known[1]
@@ -207,10 +208,29 @@ class GivesLast(Mailbox[int, bytearray]):
         return room if room is not None and len(room) == frame.total else None
 
 
+class MeetsOld(Mailbox[int, bytearray]):
+    """Lets a whole message of any epoch meet a receive."""
+
+    def meet(self, source: int, epoch: int, key: int, size: int) -> tuple[int, bytearray] | None:
+        """Takes each message for one of the present epoch."""
+        return super().meet(source, self.epoch, key, size)
+
+
+class MeetsOtherSize(Mailbox[int, bytearray]):
+    """Lets a whole message meet a receive with memory of another size."""
+
+    def meet(self, source: int, epoch: int, key: int, size: int) -> tuple[int, bytearray] | None:
+        """Takes the first receive."""
+        posted = self._posted.get((source, key)) if epoch == self.epoch else None
+        return posted.popleft() if posted else None
+
+
 @looped(
     ("case", "classes"),
     [
         (TWO, Classes(mailbox=GivesLast)),
+        (OLD, Classes(mailbox=MeetsOld)),
+        (OTHER_SIZE, Classes(mailbox=MeetsOtherSize)),
         (OLD, Classes(incoming=DeliversOld, mailbox=TakesOld)),
         (HALF, Classes(incoming=CompletesHalf)),
         (INSIDE, Classes(incoming=CompletesHalf)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,6 @@ from engine.core.links import (
     Incoming,
     RingSpace,
     aligned,
-    header_of_whole,
     is_state,
     key_of,
     unpacked,
@@ -100,7 +100,9 @@ def test_any_messages_in_any_chunks(sent: list[Sent], lengths: list[int], sizes:
 
 def test_a_large_body_is_read_in_place_and_a_small_one_with_what_is_behind_it() -> None:
     place, ended = bytearray(100), list[Frame]()
-    reader = FrameReader(lambda frame: memoryview(place)[: frame.length], ended.append, size=64, direct=50)
+    reader = FrameReader(
+        lambda frame: memoryview(place)[: frame.length], ended.append, lambda epoch, key, body: False, 64, 50
+    )
     header = Frame(0, 1, 100, 0, 100).packed()
     reader.room()[: len(header)] = header
     reader.filled(len(header))
@@ -120,7 +122,6 @@ def test_a_frame_is_its_48_bytes() -> None:
     frame = Frame(1, 2, 90, 30, 60)
     assert len(frame.packed()) == HEADER_BYTES == 48
     assert unpacked(frame.packed()) == frame and frame.inline == 60
-    assert header_of_whole(1, 2, 90) == Frame(1, 2, 90, 0, 90).packed()
     assert frame._replace(offset=0).inline == 0
     assert [aligned(each) for each in (0, 1, 64, 65)] == [0, 64, 64, 128]
 
@@ -198,9 +199,35 @@ def test_pieces_of_state_come_between_those_of_another_message_and_neither_is_mi
     assert wholes[3] is rooms[order] and wholes[4] is rooms[state]
 
 
+def begins_inside(classes: Classes) -> None:
+    end = End(classes)
+    end.mailbox.enter(0)
+    end.post(1, 5)
+    half = Sent(0, 1, bytes(100), piece=40, cut=1)
+    with pytest.raises(InvariantError, match="inside another"):
+        end.read(stream_of([half, Sent(0, 5, bytes(10))]))
+
+
+def test_a_whole_message_inside_of_another_is_refused() -> None:
+    begins_inside(OURS)
+
+
+def test_an_end_that_takes_a_whole_message_inside_of_another_is_found() -> None:
+    with pytest.raises(pytest.fail.Exception):
+        begins_inside(Classes(reader=TakesInside))
+
+
 def test_the_rest_of_nothing_is_refused() -> None:
     with pytest.raises(InvariantError, match="out of order"):
         Incoming(lambda frame: bytearray(frame.total)).begins(Frame(5, 1, 10, 4, 6), 5)
+
+
+class TakesInside(FrameReader):
+    """Takes a whole message inside of another one: a planted bug."""
+
+    def __init__(self, *parts: Any):
+        sink, end, _, *sizes = parts
+        super().__init__(sink, end, lambda epoch, key, body: True, *sizes)
 
 
 class Forgetful(FrameReader):
@@ -217,7 +244,7 @@ class Unasked(Incoming[bytearray]):
 
     def begins(self, frame: Frame, floor: int) -> bytearray | None:
         """Takes the memory that is there."""
-        known = self._open.get(is_state(frame.key))
+        known = self.open.get(is_state(frame.key))
         return super().begins(frame, floor) if known is None else known[1]
 
 

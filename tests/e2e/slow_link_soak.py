@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.links import ASIDE, IN_ORDER, STATE, Mailbox, key_of
 from engine.harness.testbed import HostBed
@@ -24,24 +24,32 @@ _PORT, _COUNT, _EVERY_S, _STATE_AT = 7000, 300, 0.05, 40
 _MESSAGE_BYTES, _STATE_BYTES = 32 << 10, 24 << 20
 
 
+class Arrival(NamedTuple):
+    """A receive in a lane, which keeps how late its message is, in milliseconds."""
+
+    lane: int
+    arrived: list[tuple[int, float]]
+
+    def arrives(self, source: int, room: memoryview) -> None:
+        """Keeps it."""
+        (sent_ns,) = struct.unpack("Q", room[:8])
+        self.arrived.append((self.lane, (time.monotonic_ns() - sent_ns) / 1e6))
+
+
 def receive(address: str) -> None:
     """Prints by how much each message is late, in milliseconds, and when the state has come."""
     mailbox: Mailbox[Any, memoryview] = Mailbox()
     mailbox.enter(0)
     arrived: list[tuple[int, float]] = []
 
-    def arrives(source: int, lane: int, room: memoryview) -> None:
-        (sent_ns,) = struct.unpack("Q", room[:8])
-        arrived.append((lane, (time.monotonic_ns() - sent_ns) / 1e6))
-
     with socket.create_server((address, _PORT)) as server:
         print("ready", flush=True)
         end = server.accept()[0]
     for number in range(_COUNT):
-        mailbox.post(0, key_of(number, IN_ORDER), IN_ORDER, host_room(_MESSAGE_BYTES))
+        mailbox.post(0, key_of(number, IN_ORDER), Arrival(IN_ORDER, arrived), host_room(_MESSAGE_BYTES))
     for lane in (ASIDE, STATE):
-        mailbox.post(0, key_of(0, lane), lane, host_room(_STATE_BYTES))
-    link = PeerLink(0, mailbox, host_room, arrives)
+        mailbox.post(0, key_of(0, lane), Arrival(lane, arrived), host_room(_STATE_BYTES))
+    link = PeerLink(0, mailbox, host_room)
     link.attach(Ends(Wire(end)))
     while len(arrived) <= _COUNT and link.read():
         time.sleep(0.0005)
@@ -51,7 +59,7 @@ def receive(address: str) -> None:
 
 def send(address: str, lane: int) -> None:
     """Sends the messages, and the state in a lane."""
-    link = PeerLink(1, Mailbox(), host_room, print)
+    link = PeerLink(1, Mailbox(), host_room)
     link.attach(Ends(Wire(socket.create_connection((address, _PORT)))))
     began_s = time.monotonic()
     for number in range(_COUNT):

@@ -10,7 +10,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -377,7 +377,7 @@ class Narrow:
 def test_the_rest_of_a_frame_behind_a_fence_has_the_bytes_of_before() -> None:
     """The tensors may change from the fence on, and the other end may still be in the epoch of the frame."""
     wire: Any = Narrow()
-    link = PeerLink(1, Mailbox(), lambda size: memoryview(bytearray(size)), print)
+    link = PeerLink(1, Mailbox(), lambda size: memoryview(bytearray(size)))
     link.attach(Ends(wire))
     body = bytearray(1_000)
     assert link.send(3, 8, [memoryview(body)]) == "socket"
@@ -442,17 +442,28 @@ class SlowEnd(Wire):
         return self.left == self.most
 
 
+class Arrival(NamedTuple):
+    """A receive in a lane, which says when its message has come."""
+
+    lane: int
+    arrived: list[int]
+
+    def arrives(self, source: int, room: memoryview) -> None:
+        """Adds the lane to those that have come."""
+        self.arrived.append(self.lane)
+
+
 def order_of(messages: Sequence[tuple[int, int, int]], most: int = 1 << 18) -> list[int]:
     """Returns the lanes of the messages as they arrive over a slow link, each a lane, a size, and when it is sent."""
     near, far = socket.socketpair()
     arrived: list[int] = []
     mailbox: Mailbox[Any, memoryview] = Mailbox()
-    ends = [PeerLink(peer, mailbox, host_room, lambda source, lane, room: arrived.append(lane)) for peer in (1, 0)]
+    ends = [PeerLink(peer, mailbox, host_room) for peer in (1, 0)]
     ends[0].attach(Ends(wire := SlowEnd(near, most)))
     ends[1].attach(Ends(Wire(far)))
     mailbox.enter(0)
     for place, (lane, size, _) in enumerate(messages):
-        mailbox.post(0, key_of(place, lane), lane, host_room(size))
+        mailbox.post(0, key_of(place, lane), Arrival(lane, arrived), host_room(size))
     for turn in range(1000):
         wire.left = most
         for place, (lane, size, at) in enumerate(messages):
@@ -506,7 +517,7 @@ def test_state_fills_a_link_between_hosts_and_no_buffer(told: tuple[int, ...], m
         end.connect(server.getsockname())
         with server.accept()[0] as other:
             end.told = told
-            link = PeerLink(1, Mailbox(), host_room, print)
+            link = PeerLink(1, Mailbox(), host_room)
             link.attach(Ends(Wire(end)))
             assert link.send(0, key_of(0, STATE), [memoryview(bytes(8 << 20))]) == "ring"
             state = _waiting(end)

@@ -300,14 +300,7 @@ class DirectTransport(GroupEnd):
         """Returns the bytes a second of links to workers of other hosts, as far as they are known."""
         return self.links.rates()
 
-    def take_in(self, source: int, receive: _PostedReceive, room: memoryview) -> None:
-        """Accepts a message in this memory, which has met its receive."""
-        if room is receive.room:
-            self.arrives(source, receive.key, receive.tensors)
-        else:
-            self.take_in_late(source, receive.key, receive.border, room)
-
-    def take_in_late(self, source: int, key: ProgramKey | AsideKey, border: Border, room: memoryview) -> None:
+    def take_in(self, source: int, key: ProgramKey | AsideKey, border: Border, room: memoryview) -> None:
         """Accepts a message that is in memory of its own."""
         is_open = any(spec.is_open for spec in border)
         border = border_in(room, border) if is_open else border
@@ -333,10 +326,18 @@ class DirectTransport(GroupEnd):
 class _PostedReceive(NamedTuple):
     """A receive, and the tensors that its message is read into."""
 
+    end: DirectTransport
     key: ProgramKey | AsideKey
     border: Border
     room: memoryview
     tensors: Tensors
+
+    def arrives(self, source: int, room: memoryview) -> None:
+        """Accepts its message, which is in this memory."""
+        if room is self.room:
+            self.end.arrives(source, self.key, self.tensors)
+        else:
+            self.end.take_in(source, self.key, self.border, room)
 
 
 class _DirectChannel(EndChannel[AnyKey]):
@@ -353,13 +354,13 @@ class _DirectChannel(EndChannel[AnyKey]):
         end.num_posted[source] += 1
         number = self._number(key)
         if (early := end.links.take_early(source, number)) is not None:
-            end.take_in_late(source, key, border, early)
+            end.take_in(source, key, border, early)
             return
         if any(spec.is_open for spec in border):
-            end.links.post(source, number, _PostedReceive(key, border, _UNKNOWN, ()), _UNKNOWN)
+            end.links.post(source, number, _PostedReceive(end, key, border, _UNKNOWN, ()), _UNKNOWN)
             return
         room = end.links.room_of(size_of(border))
-        end.links.post(source, number, _PostedReceive(key, border, room, viewed(room, border)), room)
+        end.links.post(source, number, _PostedReceive(end, key, border, room, viewed(room, border)), room)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
         if super().has_arrived(source, key):
@@ -370,7 +371,8 @@ class _DirectChannel(EndChannel[AnyKey]):
     def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
         """Starts one message, or queues it behind a cut; `Channel` says how long its tensors must not change."""
         end = self._end
-        end.links.enter(end.number, end)
+        if end.links.party is not end:  # or there is nothing to enter: one call less
+            end.links.enter(end.number, end)
         end.num_sent[target] += 1
         if end.device.is_host and target not in end.cuts.there:  # the fast path: the peer may be waiting
             here: Tensors = tensors  # type: ignore[assignment]  # not copies from a GPU

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.links import Disturbance, Mailbox
@@ -26,16 +26,13 @@ from engine.core.messages import LinkMessage, LinkWantedMessage
 from engine.runtime.process.control import Control
 from engine.runtime.transport.host_door import GREET_S, HostDoor
 from engine.runtime.transport.link_wire import Met, Wire
-from engine.runtime.transport.peer_link import Ends, InRing, Lacks, OutRing, PeerLink, host_room
+from engine.runtime.transport.peer_link import Ends, InRing, Lacks, OutRing, PeerLink, Posted, host_room
 
 _NEVER = (0, 0.0)
 
 
 class Party(Protocol):
     """The current group, as the links see it."""
-
-    def take_in(self, source: int, receive: Any, room: memoryview) -> None:
-        """Accepts a message in this memory, which has met its receive."""
 
     def fails(self, error: Exception) -> None:
         """Ends every wait for a message with an error."""
@@ -60,8 +57,8 @@ class Links:
         self._links: dict[int, PeerLink] = {}
         self._making = threading.RLock()  # if two threads created the same link, one would lose its message
         self._main = threading.get_ident()
-        self._mailbox: Mailbox[Any, memoryview] = Mailbox()
-        self._party: Party | None = None
+        self._mailbox: Mailbox[Posted, memoryview] = Mailbox()
+        self.party: Party | None = None  # the current group
         self._newest: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was announced
         self._ended: dict[int, int] = {}  # peer -> number of its newest closed link
         self._wakeups.heed(self._adopt_given)
@@ -71,7 +68,7 @@ class Links:
 
         From then on, messages of older groups are dropped, and closed links are replaced.
         """
-        if party is self._party:
+        if party is self.party:
             return
         self.look()  # a link that is already closed must not be noticed in the new epoch only
         with self._making:
@@ -83,13 +80,14 @@ class Links:
                     del self._links[peer]
                     if link.ends is None and number:  # the other end may still be waiting
                         self._want(peer)
-        self._party = party
+        self.party = party
         self._mailbox.enter(epoch)
 
     def leave(self, party: Party) -> None:
         """Drops everything that a group has not sent yet."""
-        if self._party is party:
-            self._party = None
+        if self.party is party:
+            self.party = None
+            self._mailbox.leave()
             for link in list(self._links.values()):
                 link.drop_unsent()
 
@@ -98,9 +96,9 @@ class Links:
         self._adopt_given()
         return self._mailbox.take_early(source, key)
 
-    def post(self, source: int, key: int, header: object, room: memoryview) -> None:
+    def post(self, source: int, key: int, receive: Posted, room: memoryview) -> None:
         """Posts a receive with memory for its message; raises TransferFailedError if the link is closed."""
-        self._mailbox.post(source, key, header, room)
+        self._mailbox.post(source, key, receive, room)
         if (link := self._links.get(source)) is not None and link.is_broken:
             raise _ended("from", source)
 
@@ -186,11 +184,7 @@ class Links:
         self._wakeups.look()
 
     def _new(self, peer: int) -> PeerLink:
-        return PeerLink(peer, self._mailbox, self._room, self._take_in)
-
-    def _take_in(self, source: int, receive: Any, room: memoryview) -> None:
-        if self._party is not None:
-            self._party.take_in(source, receive, room)
+        return PeerLink(peer, self._mailbox, self._room)
 
     def _room(self, size: int) -> memoryview:
         """Returns memory for a message; raises InvariantError if there is too little: no worker sends that much."""
@@ -230,8 +224,8 @@ class Links:
                     is_missed = link.owes or link.sent_in == self._mailbox.epoch
                     self._close(link)
                     self._mailbox.forget(peer)
-                    if self._party is not None and is_missed:
-                        self._party.fails(_ended("to", peer))
+                    if self.party is not None and is_missed:
+                        self.party.fails(_ended("to", peer))
                 link = self._links[peer] = self._new(peer)
             link.attach(ends)
         self._watch(link)
@@ -258,8 +252,8 @@ class Links:
     def _fail(self, link: PeerLink, error: Exception) -> None:
         is_missed = link.owes or self._mailbox.awaits(link.peer)
         self._close(link)
-        if self._party is not None and is_missed:
-            self._party.fails(error)
+        if self.party is not None and is_missed:
+            self.party.fails(error)
 
     def _close(self, link: PeerLink) -> None:
         self._ended[link.peer] = self._newest.get(link.peer, _NEVER)[0]

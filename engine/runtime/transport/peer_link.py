@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ from engine.core.links import (
     Mailbox,
     RingSpace,
     aligned,
-    header_of_whole,
     is_state,
+    packed,
 )
 from engine.runtime.transport.link_wire import Met, Wire, disturbed
 
@@ -133,7 +133,13 @@ _PADDING = bytes(64)
 
 # Where the rest of the messages waits for room. State that would fill a link to another host waits as for a ring.
 Lacks = Literal["", "socket", "ring"]
-OnArrival = Callable[[int, Any, memoryview], None]  # gets source, receive and memory of a message that have met
+
+
+class Posted(Protocol):
+    """A receive that is posted."""
+
+    def arrives(self, source: int, room: memoryview) -> None:
+        """Accepts its message, which is in this memory."""
 
 
 class _Outgoing:
@@ -190,17 +196,16 @@ class PeerLink:
     def __init__(
         self,
         peer: int,
-        mailbox: Mailbox[Any, memoryview],
+        mailbox: Mailbox[Posted, memoryview],
         room_of: Callable[[int], memoryview],
-        on_arrival: OnArrival,
     ):
         self.peer = peer
         self.ends: Ends | None = None
         self.is_broken = self.awaits_room = self.is_retried = False
         self.sent_in = -1  # the epoch of the newest message
-        self._mailbox, self._room_of, self._on_arrival = mailbox, room_of, on_arrival
+        self._mailbox, self._room_of = mailbox, room_of
         self._incoming: Incoming[memoryview] = Incoming(self._room_for)
-        self._reader = FrameReader(self._sink, self._end_piece)
+        self._reader = FrameReader(self._sink, self._end_piece, self._take_whole)
         self._kept: deque[_Outgoing] = deque()
         self._state: deque[_Outgoing] = deque()
         self._ahead = 0  # bytes of other messages since the last piece of state
@@ -236,7 +241,7 @@ class PeerLink:
                 (self._state if is_of_state else self._kept).append(_Outgoing(epoch, key, parts))
                 return self.flush()
             (body,) = parts  # the fast path: the peer may be waiting
-            self._rest = [header_of_whole(epoch, key, len(body)), body]
+            self._rest = [packed(epoch, key, len(body), 0, len(body), INLINE), body]
             return "" if self._write(ends) else "socket"
 
     def flush(self) -> Lacks:
@@ -319,6 +324,16 @@ class PeerLink:
                 return True
         return True
 
+    def _take_whole(self, epoch: int, key: int, body: memoryview) -> bool:
+        """Takes in a message for which a receive waits: the fast path, as this worker may wait for it."""
+        met = None if self._incoming.open else self._mailbox.meet(self.peer, epoch, key, len(body))
+        if met is None:
+            return False
+        receive, room = met
+        room[:] = body
+        receive.arrives(self.peer, room)
+        return True
+
     def _sink(self, frame: Frame) -> memoryview | None:
         if frame.offset != INLINE:
             return None
@@ -338,7 +353,7 @@ class PeerLink:
             self.ends.back.take(frame.offset, frame.length, into)
         whole = self._incoming.ended(frame)
         if whole is not None and (receive := self._mailbox.put(self.peer, frame.key, frame.epoch, whole)) is not None:
-            self._on_arrival(self.peer, receive, whole)
+            receive.arrives(self.peer, whole)
 
     def close(self) -> None:
         """Closes this end."""
