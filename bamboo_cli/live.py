@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -133,7 +134,7 @@ class LivePicture:
         self._name, self._title = events.parent.name, ""
         self._num_unshown = 0  # characters of the output of workers
         self._output = WorkerOutput(RunFolder(events.parent).logs, is_json=job.log_format == "json") if tee else None
-        self._recoveries = LiveRecoveries(job, events)
+        self._recoveries = LiveRecoveries(job, events, ThreadPoolExecutor(1))
         self._console = console(err=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = can_redraw(err=True)
@@ -223,6 +224,8 @@ class LivePicture:
         """Shows the notes and the output of workers that came after the last view."""
         with contextlib.suppress(OSError):
             self._tell_notes()
+            for text in self._recoveries.lines(is_last=True):
+                self._say(text)
             self._tell_output(is_last=True)
 
     def _tell_output(self, *, is_last: bool = False) -> None:

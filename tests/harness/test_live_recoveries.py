@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+from engine.core.errors import StorageError
 from engine.core.job.job import Job
 from engine.harness.live_recoveries import LiveRecoveries
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.process.progress_board import Progress
 from tests.core.made_records import lines_of
+
+
+class AtOnce(Executor):
+    """Runs each call while it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Returns the result of a call, as one that is over."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except StorageError as error:
+            future.set_exception(error)
+        return future
+
 
 JOB = Job(stages=2, steps=99)
 THREE = Job(stages=3, steps=99)
@@ -50,7 +68,7 @@ STARTED: list[dict[str, Any]] = [
 
 def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    live = LiveRecoveries(JOB, path)
+    live = LiveRecoveries(JOB, path, AtOnce())
     assert live.look(view(0, "starting", "starting")) == []
     append(path, *STARTED, {"event": "go", "epoch": 0, "at_ns": 0})
     for step in range(4):
@@ -72,7 +90,7 @@ def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> N
 
 def test_slots_that_were_handed_over_before_are_not_told_as_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    live = LiveRecoveries(THREE, path)
+    live = LiveRecoveries(THREE, path, AtOnce())
     append(path, {"event": "job", "stages": 3, "steps": 99}, {"event": "go", "epoch": 0, "at_ns": 0})
 
     def look(num_steps: int, *workers: tuple[str, tuple[int, ...]]) -> list[str]:
@@ -101,7 +119,7 @@ def test_slots_that_were_handed_over_before_are_not_told_as_taken_over(tmp_path:
 def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     append(path, *STARTED)
-    live = LiveRecoveries(JOB, path)
+    live = LiveRecoveries(JOB, path, AtOnce())
     live.look(view(0, "starting", "starting"))
     joined = {"event": "epoch", "epoch": 1, "owners": [0, 1], "verdict": [], "reason": "all have joined"}
     append(path, joined | {"at_ns": 0}, {"event": "go", "epoch": 1, "at_ns": 1})
@@ -120,7 +138,7 @@ def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -
 def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text("no event\n")
-    live = LiveRecoveries(JOB, path)
+    live = LiveRecoveries(JOB, path, AtOnce())
     for num_steps in range(14):
         live.look(view(num_steps, "running", "running"))
     append(path, commit(13, 3))
@@ -130,8 +148,24 @@ def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
     assert len(live.look(view(15, "running", "dead"))) == 1
 
 
+def test_no_look_waits_for_a_read_and_the_last_one_does(tmp_path: Path) -> None:
+    path, may_read = tmp_path / "events.jsonl", Event()
+    with ThreadPoolExecutor(1) as readers:
+        readers.submit(may_read.wait, 60.0)
+        live = LiveRecoveries(JOB, path, readers)
+        append(path, *STARTED, {"event": "go", "epoch": 0, "at_ns": 0}, commit(0, 1), commit(1, 2))
+        live.look(view(2, "running", "running"))
+        append(path, *failure(1, 0, 10), commit(2, 300))
+        live.look(view(2, "running", "dead"))
+        for num_steps in (3, 4, 5):
+            assert live.look(view(num_steps, "running", "dead")) == []
+        may_read.set()
+        assert len(live.lines(is_last=True)) == 1
+        assert live.lines(is_last=True) == []
+
+
 def test_the_end_of_a_run_is_no_failure(tmp_path: Path) -> None:
-    live = LiveRecoveries(JOB, tmp_path / "events.jsonl")
+    live = LiveRecoveries(JOB, tmp_path / "events.jsonl", AtOnce())
     live.look(view(0, "running", "running"))
     assert live.look(view(99, "left", "left")) == []
     assert live.look(view(99, "left", "left")) == []
@@ -140,7 +174,7 @@ def test_the_end_of_a_run_is_no_failure(tmp_path: Path) -> None:
 def test_one_that_left_without_a_recovery_is_not_looked_for_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     append(path, commit(0, 1))
-    live = LiveRecoveries(Job(stages=2, steps=1000), path)
+    live = LiveRecoveries(Job(stages=2, steps=1000), path, AtOnce())
     live.look(view(1, "running", "running"))
     for num_steps in range(1, 20):
         assert live.look(view(num_steps, "running", "left")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.runtime.process import kernel
-from engine.runtime.process.kernel import CoreWaits
+from engine.runtime.process.kernel import CoreWaits, ProcessAccount, allow_files
 
 _PATIENCE_S = 60
 needs_accounts = pytest.mark.skipif(
@@ -62,6 +63,33 @@ def test_the_waits_are_read_while_steps_have_some(monkeypatch: pytest.MonkeyPatc
         waits.begin_step()
         found.append(waits.are_read)
     assert found == [True] * 31 + [False] * 10 + [True] * 32 + [False] * 9, "a fiftieth of a step is of note"
+
+
+@needs_accounts
+def test_the_account_of_a_child_has_its_state_and_its_times_until_it_has_been_waited_for() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        account, end = ProcessAccount(child.pid), monotonic() + _PATIENCE_S
+        first = times = account.times()
+        assert first is not None
+        while times is not None and times.process_ns < first.process_ns + 50_000_000 and monotonic() < end:
+            times = account.times()
+        assert times is not None
+        assert times.state == "R" and times.thread_ns - first.thread_ns >= 40_000_000
+        child.kill()
+        child.wait()
+        assert account.times() is None
+    account.close()
+    assert account.times() is None
+    assert ProcessAccount(child.pid).times() is None, "there is no such process"
+
+
+def test_more_files_are_allowed_up_to_the_hard_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"soft": 1024, "hard": 4096}
+    monkeypatch.setattr(resource, "getrlimit", lambda of: (limits["soft"], limits["hard"]))
+    monkeypatch.setattr(resource, "setrlimit", lambda of, both: limits.update(soft=both[0]))
+    for count, allowed in ((500, 1024), (2000, 2000), (1500, 2000), (9000, 4096)):
+        allow_files(count)
+        assert limits["soft"] == allowed
 
 
 def test_a_thread_that_ends_leaves_no_descriptor() -> None:

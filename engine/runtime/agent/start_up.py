@@ -26,7 +26,7 @@ from engine.runtime.agent.keeper import place_of
 from engine.runtime.agent.run_state import InheritedRun
 from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
-from engine.runtime.process.kernel import new_network
+from engine.runtime.process.kernel import allow_files, new_network
 from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.recorder import LogRetention, Recorder, RecordListener, StepWriter, open_events, open_steps
 from engine.runtime.process.spawner import Spawner
@@ -69,6 +69,9 @@ def _opened(events: Path, job: Job, tell: RecordListener | None) -> tuple[Record
     return Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning, tell=tell), (events_fd, steps_fd)
 
 
+_FILES, _FILES_PER_WORKER = 256, 8  # that this process may have open: of a worker its link, pidfd and accounts
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group.
@@ -95,6 +98,7 @@ class LaunchSpec:
         network_fds = _network_of_nccl(self.stack, self.recorder, self.job)
         crew = WorkerGroup(self, board, network_fds, self._told(faults, origin), {})
         self.stack.callback(close_workers, crew.members)
+        allow_files(_FILES + _FILES_PER_WORKER * board.num_lines)
         with self.server.forking():
             for worker in self.ownership.workers():
                 crew.start(worker)

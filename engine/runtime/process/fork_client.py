@@ -34,7 +34,7 @@ from engine.core.protocol.events import Sight
 from engine.files.atomic_write import open_to_append
 from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
-from engine.runtime.process.kernel import ProcessTimes, process_state, process_times
+from engine.runtime.process.kernel import ProcessAccount, ProcessTimes, process_state
 from engine.runtime.process.link import Link
 from engine.runtime.process.locks import folder_used
 from engine.runtime.process.prctl import adopting
@@ -61,6 +61,7 @@ class Child:
         self.pidfd = pidfd
         self.is_closed = False
         self._code: int | None = None
+        self._account: ProcessAccount | None = None  # from the first look at its times
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, if the process has not ended."""
@@ -90,7 +91,10 @@ class Child:
 
     def times(self) -> ProcessTimes | None:
         """Returns its times, None if it has ended or nothing is known of them."""
-        return process_times(self.pid, self.pidfd)
+        if self._account is None:
+            self._account = ProcessAccount(self.pid)
+        times = self._account.times()
+        return None if is_readable(self.pidfd) else times
 
     def wait(self, timeout_s: float = 0.0) -> int | None:
         """Returns the exit code, negative for a signal; None if the process does not end within `timeout_s`."""
@@ -104,6 +108,8 @@ class Child:
             self.signal(signal.SIGKILL)
             self.wait(patience_s)
             os.close(self.pidfd)
+            if self._account is not None:
+                self._account.close()
             self.is_closed = True
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import socket
 import struct
 import threading
@@ -22,6 +23,7 @@ from engine.runtime.process.subprocesses import is_readable
 _READS_FOR = 32  # steps behind one with waits
 _FEW = 50  # a wait is of note if it is more than this part of a step
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_ACCOUNT_BYTES = 1024  # more than any of these files has
 
 
 def process_state(pid: int, pidfd: int) -> str | None:
@@ -39,23 +41,47 @@ class ProcessTimes(NamedTuple):
     process_ns: int
 
 
-def process_times(pid: int, pidfd: int) -> ProcessTimes | None:
-    """Returns the times of a child, or None if it has ended or the kernel keeps no account of waiting."""
-    try:
-        fields = _fields(pid)
-        ran_ns, waited_ns, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return None
-    ticks = int(fields[11]) + int(fields[12])
-    times = ProcessTimes(fields[0], int(ran_ns) + int(waited_ns), ticks * _TICK_NS)
-    return None if is_readable(pidfd) else times
+# Rule: the descriptors stay open. To open a file of `/proc` takes ten times as long as to read it.
+
+
+class ProcessAccount:
+    """The kernel's account of a child, which has not been waited for yet."""
+
+    def __init__(self, pid: int):
+        self._files: list[int] = []
+        with contextlib.suppress(OSError):  # the kernel keeps no account of waiting, or the child has ended
+            for name in ("stat", f"task/{pid}/schedstat"):
+                self._files.append(os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC))
+
+    def times(self) -> ProcessTimes | None:
+        """Returns the times of the child, or None if it has been waited for or nothing is known of them."""
+        try:
+            stat, schedstat = (os.pread(file, _ACCOUNT_BYTES, 0) for file in self._files)
+        except (OSError, ValueError):
+            return None
+        fields, (ran_ns, waited_ns, _) = _fields(stat), schedstat.split()
+        ticks = int(fields[11]) + int(fields[12])
+        return ProcessTimes(fields[0].decode(), int(ran_ns) + int(waited_ns), ticks * _TICK_NS)
+
+    def close(self) -> None:
+        """Closes its files."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+def allow_files(count: int) -> None:
+    """Lets this process and its later children have so many files open, as far as they may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count and soft != resource.RLIM_INFINITY:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
+        )
 
 
 class CoreWaits:
     """The time that the thread that makes this could have run and had no core.
 
-    Rules: the descriptor stays open: to open it takes four times as long as to read it. Behind some steps without waits
-    nothing is read but once a step, until there are some again.
+    Behind some steps without waits nothing is read but once a step, until there are some again.
     """
 
     def __init__(self) -> None:
@@ -79,7 +105,7 @@ class CoreWaits:
 
     def total_ns(self) -> int:
         """Returns the nanoseconds up to now; 0 if the kernel keeps no account."""
-        return int(os.pread(self._account, 100, 0).split()[1]) if self._account >= 0 else 0
+        return int(os.pread(self._account, _ACCOUNT_BYTES, 0).split()[1]) if self._account >= 0 else 0
 
 
 def _close(descriptor: int) -> None:
@@ -94,14 +120,14 @@ def is_alive(pid: int) -> bool:
 
 def _letter(pid: int) -> str | None:
     try:
-        return _fields(pid)[0]
+        return _fields(Path(f"/proc/{pid}/stat").read_bytes())[0].decode()
     except OSError:
         return None
 
 
-def _fields(pid: int) -> list[str]:
+def _fields(stat: bytes) -> list[bytes]:
     """Returns the fields of `/proc/PID/stat` behind the name, which may have spaces."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return stat.rpartition(b")")[2].split()
 
 
 # The network namespace of a run: sockets that are made in it stay in it, and no other process can reach them.
