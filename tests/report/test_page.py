@@ -20,7 +20,7 @@ from tests.report.test_page_layout import events as layout_events
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> ${x} %{y}"
 LINK = "<a href='https://example.org'>a link for Plotly</a>"
-GOAL_S = 2.0
+GOAL = 5.0  # times the work of a loop: processor time is longer on a busy machine, too
 
 
 @pytest.fixture(name="standard")
@@ -334,9 +334,11 @@ def test_a_long_run_opens_quickly(chromium: str, tmp_path: Path) -> None:
     with Browser(chromium, tmp_path / "home") as browser:
         taken_s = opened(browser, run, tmp_path)
         work_s = browser.work_s()
-        print(f"200 steps of 8 workers drawn in {taken_s:.2f} s, of which {work_s:.2f} s of work")
+        assert browser.ask("let sum = 0; for (let i = 0; i < 1e8; i++) sum += i % 7; sum > 0")
+        loop_s = browser.work_s() - work_s
+        print(f"drawn in {taken_s:.2f} s, of which {work_s:.2f} s of work; a loop took {loop_s:.2f} s")
         assert browser.complaints == []
-    assert 0 < work_s < GOAL_S
+    assert 0 < work_s < GOAL * loop_s
 
 
 def test_a_page_is_small(run: RunTables) -> None:
