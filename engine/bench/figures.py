@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from engine.core.action import Action, Op, Program, parse_action
 from engine.core.errors import ensure
-from engine.core.history.process_records import ClockRecord, KnownRecord
-from engine.core.history.run_records import ActionRecord, CommitRecord, Record
+from engine.core.history.process_records import ClockRecord
+from engine.core.history.run_records import ActionRecord, CommitRecord, MarkRecord, Record
 from engine.core.job.job import Job
 from engine.core.message_kinds import ToAgent, ToWorker, message
 from engine.core.ownership import Ownership
@@ -287,27 +287,24 @@ def _microbatches(actions: Iterable[Action]) -> frozenset[int]:
 
 # The times of a loss in a run on several hosts, from the records of all hosts on one clock.
 #
-# Rules: a host knows of a loss once each of its remaining workers was notified; the hosts have the same clock. A commit
+# Rules: a host knows of a loss once each of its remaining workers is fenced; the hosts have the same clock. A commit
 # counts once, when the first host records it. A gap is the time from the last commit before a loss to the first one
 # after it, less the usual time of a step.
 
 Hosts = Mapping[str, Sequence[Record]]  # name -> the records of the host
 
 
-def known_s(hosts: Hosts, lost: Iterable[int], at_ns: int, gone: Iterable[str] = ()) -> float:
-    """Returns the time from a loss at `at_ns` until all workers of each host knew of it; `gone` hosts are lost too.
-
-    If several workers are lost together, the first one that a worker learns of counts.
-    """
-    victims, last_ns = frozenset(lost), 0
+def fenced_s(hosts: Hosts, at_ns: int, gone: Iterable[str] = ()) -> float:
+    """Returns the time from a loss at `at_ns` until all workers of each host were fenced; `gone` hosts are lost too."""
+    last_ns = 0
     for name, records in hosts.items():
         if name in {*gone}:
             continue
         first_ns: dict[int, int] = {}
         for record in records:
-            if isinstance(record, KnownRecord) and record.of in victims and record.at_ns >= at_ns:
+            if isinstance(record, MarkRecord) and record.phase == "fence" and record.at_ns >= at_ns:
                 first_ns.setdefault(record.worker, record.at_ns)
-        ensure(bool(first_ns), f"no worker of host {name} was told of the loss")
+        ensure(bool(first_ns), f"no worker of host {name} was fenced after the loss")
         last_ns = max(last_ns, *first_ns.values())
     return (last_ns - at_ns) / 1e9
 

@@ -25,9 +25,9 @@ from engine.bench.figures import (
     at_most,
     clock_widths_ms,
     commits_ns,
+    fenced_s,
     gap_s,
     in_turns,
-    known_s,
     limit_row,
     paired_row,
     row,
@@ -245,7 +245,7 @@ JOB = Job(
 STEP_S = (JOB.microbatches + JOB.stages - 1) * 0.011
 VICTIMS = (1, 3, 5)  # one of each host
 BETWEEN = 4  # commits, from the start to the first death and from each one to the next
-_KNOWN_S, _PAUSE_MS = 0.025, 25.0
+_FENCED_S, _PAUSE_MS = 0.025, 25.0
 _CASE = "3 hosts, 6 workers, one is killed"
 
 
@@ -253,7 +253,7 @@ _CASE = "3 hosts, 6 workers, one is killed"
 class Death:
     """The times of a death: until all workers of all hosts knew of it, and until the work was redone."""
 
-    known_s: float
+    fenced_s: float
     pause_ms: float
 
 
@@ -284,7 +284,7 @@ def _deaths(run: BedRun, victims: Sequence[int], chosen: random.Random) -> list[
         time.sleep(chosen.random() * STEP_S)
         killed_ns[victim] = kill(pid)
     run.until_commits(BETWEEN)
-    times_s = {victim: known_s(run.records(), [victim], at_ns) for victim, at_ns in killed_ns.items()}
+    times_s = {victim: fenced_s(run.records(), at_ns) for victim, at_ns in killed_ns.items()}
     faults = [
         FaultRecord(fault=str(victim), do="kill", step=0, of=victim, slot=None, at_ns=at_ns)
         for victim, at_ns in killed_ns.items()
@@ -298,11 +298,11 @@ def _deaths(run: BedRun, victims: Sequence[int], chosen: random.Random) -> list[
 
 
 def _rows(several: Sequence[Death], one: Sequence[Death]) -> list[BenchRow]:
-    metric, times_s = "SIGKILL to known on all hosts", [death.known_s for death in several]
-    usual_s = median(death.known_s for death in one)
+    metric, times_s = "SIGKILL to all hosts fenced", [death.fenced_s for death in several]
+    usual_s = median(death.fenced_s for death in one)
     rows = [
         row(_CASE, f"{metric}, p50 s", at_most(times_s, 0.5), usual_s, len(several)),
-        limit_row(_CASE, f"{metric}, p99 s", times_s, 0.99, _KNOWN_S),
+        limit_row(_CASE, f"{metric}, p99 s", times_s, 0.99, _FENCED_S),
     ]
     for name, part, goal in (("median", 0.5, _PAUSE_MS), ("9 of 10 within", 0.9, None)):
         ours, peer = (at_most([death.pause_ms for death in side], part) for side in (several, one))
@@ -317,8 +317,8 @@ def _rows(several: Sequence[Death], one: Sequence[Death]) -> list[BenchRow]:
 # uses it up. etcd's leader is moved to the host, or away from it, before the run begins. A gap is the time from the
 # last commit before the loss to the next one, less that of a usual step.
 
-_AGENT_KNOWN_S, _AGENT_GAP_S = 0.6, 1.0
-_POWER_KNOWN_S, _POWER_GAP_S, _LEADER_S = USUAL_S + 1.0, USUAL_S + 2.0, 2 * USUAL_S + 3.0
+_AGENT_FENCED_S, _AGENT_GAP_S = 0.6, 1.0
+_POWER_FENCED_S, _POWER_GAP_S, _LEADER_S = USUAL_S + 1.0, USUAL_S + 2.0, 2 * USUAL_S + 3.0
 _PARTS = (("median", 0.5), ("p99", 0.99))
 
 
@@ -332,7 +332,7 @@ def bench_agents(num_losses: int, folder: Path) -> list[BenchRow]:
             losses[coordinates].append(_loss(bed, etcd, own, chosen, coordinates=coordinates))
     known_case, gap_case = "3 hosts, an agent is killed", "3 hosts, the agent that coordinates is killed"
     return [
-        *_rows_of_losses(known_case, "SIGKILL to known on all hosts s", losses[False], _AGENT_KNOWN_S),
+        *_rows_of_losses(known_case, "SIGKILL to known on all hosts s", losses[False], _AGENT_FENCED_S),
         *_rows_of_losses(gap_case, "next commit s, beyond a usual step", losses[True], _AGENT_GAP_S),
     ]
 
@@ -352,7 +352,7 @@ def bench_power(num_losses: int, folder: Path) -> list[BenchRow]:
         who = "that coordinates " if coordinates else ""
         case = f"3 hosts, the power of one {who}goes, etcd's leader {'with it' if leads else 'stays'}"
         metric = "next commit s, beyond a usual step" if coordinates else "link cut to known on all hosts s"
-        usual_s = _POWER_GAP_S if coordinates else _POWER_KNOWN_S
+        usual_s = _POWER_GAP_S if coordinates else _POWER_FENCED_S
         goal_s = _LEADER_S if leads else usual_s
         rows += _rows_of_losses(case, metric, losses[coordinates, leads], goal_s)
     return rows
@@ -365,7 +365,7 @@ def _loss(
     with tempfile.TemporaryDirectory(dir=own) as name, BedRun(bed.hosts, etcd, Path(name), JOB) as run:
         run.until_commits(BETWEEN)
         lost = next(host for host in bed.hosts if (host.name == run.coordinator()) is coordinates)
-        workers, agent = run.workers_on(lost.name), run.agent_on(lost.name)
+        agent = run.agent_on(lost.name)
         if leads is not None:
             other = next(host for host in bed.hosts if host is not lost)
             etcd.lead(lost if leads else other)
@@ -381,7 +381,7 @@ def _loss(
         run.until_commits(BETWEEN, lost.name)
         if coordinates:
             return gap_s(commits_ns(run.records()), at_ns)
-        return known_s(run.records(), workers, at_ns, {lost.name})
+        return fenced_s(run.records(), at_ns, {lost.name})
 
 
 def _rows_of_losses(case: str, metric: str, losses: Sequence[float], goal_s: float) -> list[BenchRow]:

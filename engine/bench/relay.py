@@ -19,7 +19,7 @@ from engine.bench.figures import BenchRow, Cases, Round, limit_row
 from engine.codec.records import decoded
 from engine.core.errors import WorkerFailedError
 from engine.core.history.evidence import unlinked
-from engine.core.history.process_records import ExitRecord, KnownRecord
+from engine.core.history.process_records import ExitRecord
 from engine.core.history.run_records import AGENT, MarkRecord, Record
 from engine.core.history.step_files import FOLDER
 from engine.core.hosts import ends
@@ -37,7 +37,6 @@ from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.recorder import Recorder, open_events, open_steps
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
-_RELAY_S = 0.005
 _VERDICT_S = 0.020
 _FORM_S = 0.060
 _ETCD_S = 0.3
@@ -61,14 +60,10 @@ def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
     The agent tells them of the exit at once, and of the verdict when the coordinator has written it.
     """
     with _rounds(8, num_rounds, folder) as rounds:
-        taken = [
-            (_relay_s(events, _known_ns(events)), _relay_s(events, _marks_ns(events, "told"))) for events in rounds
-        ]
-    known, told = zip(*taken, strict=True)
+        taken = [_relay_s(events, _marks_ns(events, "told")) for events in rounds]
     case = "8 workers, one is killed"
     return [
-        limit_row(case, f"exit seen to {end} all, p{100 * part:g} s", figures, part, limit_s)
-        for end, figures, limit_s in (("known by", known, _RELAY_S), ("verdict told to", told, _VERDICT_S))
+        limit_row(case, f"exit seen to verdict told to all, p{100 * part:g} s", taken, part, _VERDICT_S)
         for part in (0.5, 0.99)
     ]
 
@@ -173,10 +168,6 @@ def _relay_s(events: Events, at_ns: Sequence[int]) -> float:
     if len(at_ns) != num_left:
         raise WorkerFailedError(f"{len(at_ns)} of {num_left} workers have said that they know of the exit")
     return (max(at_ns) - seen_ns) / 1e9
-
-
-def _known_ns(events: Events) -> list[int]:
-    return [event.at_ns for event in events if isinstance(event, KnownRecord)]
 
 
 def _marks_ns(events: Events, phase: str) -> list[int]:

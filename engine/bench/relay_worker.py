@@ -10,11 +10,10 @@ import signal
 import time
 
 from engine.bench.figures import Round
-from engine.core.history.process_records import KnownRecord
 from engine.core.history.run_records import MarkRecord
 from engine.core.messages import ByeMessage, ReadyMessage
 from engine.runtime.process.clock import now_ns
-from engine.runtime.process.control import Control, ControlHandler, Stopped
+from engine.runtime.process.control import Control, Stopped
 from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.process.recorder import Recorder
@@ -25,22 +24,10 @@ _SETTLE_S = 0.02  # so that no worker is still busy with the beginning of traini
 _LINGER_S = 0.02  # so that the exit of the first worker that is told takes no processor time from the others
 
 
-class _Stamped(Control, ControlHandler):
-    """Notes the time at which its thread learned that this worker must stop, and records the ends of others."""
+class _Stamped(Control):
+    """Notes the time at which its thread learned that this worker must stop."""
 
     told_ns = 0
-    recorder: Recorder | None = None
-
-    def __init__(self, link: Link):
-        super().__init__(link, self)
-
-    def record_by(self, recorder: Recorder) -> Recorder:
-        self.recorder = recorder
-        return recorder
-
-    def exit_announced(self, worker: int) -> None:
-        if self.recorder is not None:
-            self.recorder.write(KnownRecord(of=worker))
 
     def wake(self) -> None:
         if self.inbox.is_urgent:
@@ -53,7 +40,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     sleep_exactly()
     control = _Stamped(Link.from_fd(control_fd))
     order = control.take(Round)
-    recorder = control.record_by(Recorder(events_fd, order.worker))
+    recorder = Recorder(events_fd, order.worker)
     plane = DirectBackend(LinkCuts(control), Links(control)).joining(0, order.ranks).join()
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:

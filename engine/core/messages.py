@@ -50,13 +50,6 @@ class PartitionMessage(ToWorker):
 
 
 @message
-class ExitMessage(ToWorker):
-    """The agent has seen worker `of` end, and nothing is decided yet."""
-
-    of: int
-
-
-@message
 class GoMessage(ToWorker):
     """Training goes on in the epoch, or ends; before that a validation pass may be due."""
 

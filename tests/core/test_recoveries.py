@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.bench.figures import clock_widths_ms, commits_ns, gap_s, known_s, usual_ns
+from engine.bench.figures import clock_widths_ms, commits_ns, fenced_s, gap_s, usual_ns
 from engine.core.checks import recoveries as recovery_log
 from engine.core.checks.recoveries import (
     PHASES,
@@ -25,9 +25,9 @@ from engine.core.checks.recoveries import (
 )
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded, in_words
-from engine.core.history.process_records import ClockRecord, KnownRecord
+from engine.core.history.process_records import ClockRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, Record
+from engine.core.history.run_records import CommitRecord, MarkRecord, Record
 from engine.core.job.job import Job
 from tests.core.made_records import records_of
 
@@ -539,26 +539,25 @@ def test_bounds_of_a_quantile_are_quantiles_of_bounds() -> None:
 S = 1_000_000_000
 
 
-def known(worker: int, of: int, at_s: float) -> Record:
-    return KnownRecord(worker=worker, of=of, at_ns=round(at_s * S))
+def marked(worker: int, phase: str, at_s: float) -> Record:
+    return MarkRecord(worker=worker, phase=phase, epoch=1, at_ns=round(at_s * S))
 
 
 def commit(step: int, at_s: float) -> Record:
     return CommitRecord(step=step, at_ns=round(at_s * S), loss=1.0, grad_norm=1.0, clip_factor=1.0, last=False)
 
 
-def test_a_loss_is_known_when_the_last_worker_of_the_last_host_was_told_of_it_first() -> None:
+def test_a_loss_is_known_when_the_last_worker_of_the_last_host_is_fenced_after_it() -> None:
     hosts = {
-        "a": [known(0, 2, 1.0), known(0, 4, 7.01), known(1, 4, 7.02), known(1, 5, 7.5)],
-        "b": [known(2, 5, 7.04), known(2, 4, 7.3)],
+        "a": [marked(0, "fence", 1.0), marked(0, "fence", 7.01), marked(1, "regroup", 7.1), marked(1, "fence", 7.02)],
+        "b": [marked(2, "fence", 7.04), marked(2, "fence", 7.3)],
         "c": [],
     }
-    assert known_s(hosts, [4, 5], 7 * S, {"c"}) == pytest.approx(0.04)
-    assert known_s(hosts, [4], 7 * S, {"c"}) == pytest.approx(0.3)
+    assert fenced_s(hosts, 7 * S, {"c"}) == pytest.approx(0.04)
     with pytest.raises(InvariantError, match="host c"):
-        known_s(hosts, [4], 7 * S)
-    with pytest.raises(InvariantError, match="host b"):
-        known_s(hosts, [2], 0, {"c"})
+        fenced_s(hosts, 7 * S)
+    with pytest.raises(InvariantError, match="host a"):
+        fenced_s(hosts, 8 * S, {"c"})
 
 
 def test_a_gap_is_the_time_beyond_a_usual_step() -> None:

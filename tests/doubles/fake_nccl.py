@@ -358,6 +358,8 @@ class NcclBesideLinks(NcclBackend):
 
 
 class _PausedJoining:
+    may_wait = True
+
     def __init__(self, inner: NcclJoining, paused: Paused):
         self._inner, self._paused, self.abandon = inner, paused, inner.abandon
 

@@ -94,7 +94,7 @@ class OrderedJoining:
 
     def __init__(self, inner: Joining, orders: PairOrders, worker: int, group: object):
         self._inner, self._given = inner, (orders, worker, group)
-        self.abandon = inner.abandon
+        self.abandon, self.may_wait = inner.abandon, inner.may_wait
 
     def join(self) -> OrderedTransport:
         """Waits until all members have joined."""

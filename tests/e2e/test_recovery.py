@@ -224,13 +224,6 @@ def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Fau
     assert recovered.exits[1] == -signal.SIGKILL
 
 
-def test_everybody_else_knows_of_a_death_before_the_verdict(recover: Recover, faultless: Faultless) -> None:
-    recovered = recover(Strike(committed(2), 1))
-    check(recovered, faultless(), [1])
-    known = {event["worker"]: event["of"] for event in recovered.events if event["event"] == "known"}
-    assert known == {0: 1, 2: 1, 3: 1}
-
-
 def test_a_stage_without_a_live_replica_stops_the_run(recover: Recover) -> None:
     recovered = recover(Strike(committed(2), 1), Strike(lambda event: True, 2))
     ending = recovered.ending

@@ -60,9 +60,9 @@ def test_a_line_that_is_no_event_costs_itself_and_a_first_line_the_file(tmp_path
 
 def test_an_event_without_a_field_is_named_with_its_line_also_by_a_reader_that_begins_behind(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text(f"{encoded(JOB)}\n{encoded(GO)}\n" + '{"event":"known","worker":0,"pid":1,"at_ns":2}\n')
+    path.write_text(f"{encoded(JOB)}\n{encoded(GO)}\n" + '{"event":"prepared","worker":0,"pid":1,"at_ns":2}\n')
     for start in (0, len(encoded(JOB)) + 1):
-        with pytest.raises(StorageError, match=r"events\.jsonl:3: event 'known' has no field 'of'"):
+        with pytest.raises(StorageError, match=r"events\.jsonl:3: event 'prepared' has no field 'epoch'"):
             list(read_events(path, start))
 
 
@@ -72,8 +72,8 @@ def test_a_file_of_another_version_says_so_and_what_to_do(tmp_path: Path) -> Non
     older = r"events\.jsonl:1: recorded by an older bamboo: format without a version, .*; use the bamboo that recorded"
     with pytest.raises(StorageError, match=older):
         list(read_events(path))
-    path.write_text(encoded(JOB).replace(f'"version":{VERSION}', '"version":9') + "\n")
-    with pytest.raises(StorageError, match=r"events\.jsonl:1: recorded by a newer bamboo: format version 9"):
+    path.write_text(encoded(JOB).replace(f'"version":{VERSION}', f'"version":{VERSION + 1}') + "\n")
+    with pytest.raises(StorageError, match=r"events\.jsonl:1: recorded by a newer bamboo: format version 10"):
         list(read_events(path))
 
 

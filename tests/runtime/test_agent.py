@@ -15,7 +15,7 @@ import pytest
 from engine.codec.messages import decode
 from engine.core.errors import ExitCode, WorkerFailedError
 from engine.core.job.job import Job
-from engine.core.messages import CommitMessage, CutMessage, ExitMessage
+from engine.core.messages import CommitMessage, CutMessage
 from engine.core.protocol.coordinator import step
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
 from engine.runtime.agent.agent import Agent, AgentTasks
@@ -115,8 +115,6 @@ def test_a_lost_host_is_one_verdict_before_any_end_of_its_workers_counts(tmp_pat
     assert {*node.state.out} == {1, 2}
     assert [each["of"] for each in records_of(tmp_path / "e", "exit") if not each["expected"]] == [1]
     assert agent.run_state.notes == ["host b is lost: it was silent"]
-    told = [found.of for each in sent if isinstance(found := decode(each), ExitMessage)]
-    assert told == [1] * len(members)  # each hears of the first end only
 
 
 def records_of(events: Path, kind: str) -> list[dict[str, Any]]:

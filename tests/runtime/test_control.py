@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ import pytest
 from engine.core.messages import (
     BusyMessage,
     CommitMessage,
-    ExitMessage,
     GoMessage,
     HeartbeatMessage,
     MarkMessage,
@@ -31,9 +27,7 @@ from engine.core.protocol.worker_inputs import PlanPrepared, ProtocolMessage, St
 from engine.core.protocol.worker_state import PreparePlan
 from engine.runtime.process.control import Control, ControlHandler, Fenced, Stopped
 from engine.runtime.process.link import Link
-from engine.runtime.process.recorder import Recorder, open_events
 from engine.runtime.worker.training import WorkerProtocol
-from engine.runtime.worker.worker import WorkerRun
 from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
@@ -184,23 +178,6 @@ def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tupl
     agent.send(told)
     assert agent.receive() == PreparedMessage(2, 3, "the digest")  # this thread, the main one, has done nothing
     assert protocol.state.prepared == (plan,)
-
-
-def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
-    control, agent = pair
-    control.handler = worker = WorkerRun((-1, -1), -1)
-    agent.send(ExitMessage(1))  # before anybody knows where to record it
-    agent.send(Word())
-    assert control.take(Word)
-    events_fd = open_events(tmp_path / "events.jsonl")
-    worker._recorder = Recorder(events_fd, 2)
-    agent.send(ExitMessage(3))
-    agent.send(Word())
-    assert control.take(Word)
-    control.check()
-    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert event.items() >= {"event": "known", "worker": 2, "of": 3}.items()
-    os.close(events_fd)
 
 
 @pytest.mark.parametrize(

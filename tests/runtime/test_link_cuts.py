@@ -121,6 +121,8 @@ def test_no_group_forms_over_a_cut_connection_until_it_is_healed(pair: Linked) -
     other.abandon()
     late = ThreadPoolExecutor(1).submit(pair.enter, 1)
     given_up = DirectBackend(pair.cuts[0], pair.links[0]).joining(2, (0, 1))
+    assert given_up.may_wait
+    assert not DirectBackend(pair.cuts[0], pair.links[0]).joining(2, (0,)).may_wait
     threading.Timer(0.05, given_up.abandon).start()
     with pytest.raises(TransferFailedError, match="given up"):
         given_up.join()

@@ -15,7 +15,7 @@ import pytest
 from engine.codec.records import decoded
 from engine.core.action import Action, Op
 from engine.core.history.evidence import unlinked
-from engine.core.history.process_records import FailedRecord, KnownRecord, StoreEndedRecord
+from engine.core.history.process_records import FailedRecord, StoreEndedRecord
 from engine.core.history.run_records import ActionRecord, AuditRecord, MovedRecord, PreparedRecord
 from engine.core.history.step_files import ENTRY_BYTES, FOLDER, Chore, done_in
 from engine.files.events_file import StepReader
@@ -90,7 +90,7 @@ def test_the_hashes_stand_in_a_file_of_their_steps(events: int, steps_fd: int, t
 
 
 def test_a_record_keeps_the_time_that_it_has(events: int, tmp_path: Path) -> None:
-    Recorder(events, 3).write(KnownRecord(of=1, at_ns=5))
+    Recorder(events, 3).write(PreparedRecord(epoch=1, at_ns=5))
     assert lines_of(tmp_path)[0]["at_ns"] == 5
 
 
@@ -115,12 +115,12 @@ def test_a_record_is_in_the_file_before_the_call_returns(events: int, tmp_path: 
 
 
 def test_opening_again_appends(events: int, tmp_path: Path) -> None:
-    Recorder(events, 0).write(KnownRecord(of=1))
+    Recorder(events, 0).write(PreparedRecord(epoch=1))
     again = open_events(tmp_path / "events.jsonl")
     Recorder(again, 1).write(PreparedRecord(epoch=1))
     os.close(again)
     Recorder(events, 0).write(StoreEndedRecord())
-    assert [line["event"] for line in lines_of(tmp_path)] == ["known", "prepared", "store_ended"]
+    assert [line["event"] for line in lines_of(tmp_path)] == ["prepared", "prepared", "store_ended"]
 
 
 def test_the_file_is_its_owners_alone_and_not_inherited(events: int, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
-from engine.core.history.process_records import EndedRecord, KnownRecord
-from engine.core.history.run_records import VERSION, CommitRecord, JobRecord
+from engine.core.history.process_records import EndedRecord
+from engine.core.history.run_records import VERSION, CommitRecord, JobRecord, PreparedRecord
 from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.files.evidence import chain_flaws
@@ -44,12 +44,12 @@ def test_records_come_in_their_order_between_results_that_are_awaited(tmp_path: 
     for step in range(2000):
         recorder.write(commit(step))
     scribe.write(folder.trajectory, text := "\u00e9\n" * 1_500_000)
-    scribe.add(folder.events, KnownRecord(of=1))
+    scribe.add(folder.events, PreparedRecord(epoch=1))
     recorder.settle()
     assert folder.trajectory.read_text() == text
     history = read_history(folder.events)
     assert list(history.commits.steps) == list(range(2000))
-    assert {each.pid for each in history.of(KnownRecord)} == {os.getpid()}
+    assert {each.pid for each in history.of(PreparedRecord)} == {os.getpid()}
     scribe.seal(folder, EndedRecord(outcome="finished", exit_code=0))
     assert chain_flaws(folder.path, "events.jsonl") == (True, [])
     for fd in fds:
@@ -85,7 +85,7 @@ with scribe_for(False) as scribe:
 
 def test_a_record_that_cannot_be_written_ends_the_run_at_the_next_look(tmp_path: Path, scribe: Scribe) -> None:
     recorder, fds = scribe.recorder(tmp_path / "events.jsonl", Job())
-    recorder.write(KnownRecord(of=1))
+    recorder.write(PreparedRecord(epoch=1))
     recorder.settle()
     scribe.tell("add", str(tmp_path / "gone" / "events.jsonl"), ["{}"])
     with pytest.raises(StorageError, match=r"cannot write '.*gone/events.jsonl'"):
@@ -111,7 +111,7 @@ def test_a_disk_that_does_not_answer_is_given_up_with_all_that_is_missing(
         _stopped(scribe)
         begun_s = time.monotonic()
         for number in range(3):
-            recorder.write(KnownRecord(of=number))
+            recorder.write(PreparedRecord(epoch=number))
         assert not recorder.look()
         assert time.monotonic() - begun_s < 0.4, "the event loop does not wait for it"
         with pytest.raises(StorageError) as refusal:

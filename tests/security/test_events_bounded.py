@@ -16,9 +16,17 @@ from engine.codec.records import encoded
 from engine.core.checks.samples import miscounted
 from engine.core.errors import StorageError
 from engine.core.history.evidence import linked, linked_lines
-from engine.core.history.process_records import HeardRecord, KnownRecord
+from engine.core.history.process_records import HeardRecord
 from engine.core.history.run_history import gaps, left_out_steps
-from engine.core.history.run_records import VERSION, AuditRecord, FaultRecord, JobRecord, StampedRecord, UnreadLine
+from engine.core.history.run_records import (
+    VERSION,
+    AuditRecord,
+    FaultRecord,
+    JobRecord,
+    PreparedRecord,
+    StampedRecord,
+    UnreadLine,
+)
 from engine.core.history.step_files import FOLDER, entry, span_of
 from engine.core.job.job import Job
 from engine.files.events_file import StepReader, read_events, read_history
@@ -57,7 +65,7 @@ def test_a_record_of_which_the_kernel_took_a_part_is_written_whole(
     fd = open_events(tmp_path / "events.jsonl")
     recorder = Recorder(fd, -1)
     recorder.write(JOB)
-    record = KnownRecord(of=1, at_ns=5, worker=-1, pid=os.getpid())
+    record = PreparedRecord(epoch=1, at_ns=5, worker=-1, pid=os.getpid())
     cut_once(monkeypatch, at if at >= 0 else len(linked(encoded(record), "")[0]))
     recorder.write(record)
     monkeypatch.undo()

@@ -15,9 +15,9 @@ import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
-from engine.core.history.process_records import KnownRecord, LostRecord
+from engine.core.history.process_records import LostRecord
 from engine.core.history.run_history import gaps
-from engine.core.history.run_records import AGENT, VERSION, JobRecord
+from engine.core.history.run_records import AGENT, VERSION, JobRecord, PreparedRecord
 from engine.core.job.job import Job
 from engine.files.events_file import read_events, read_history
 from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
@@ -66,10 +66,10 @@ def test_a_worker_counts_the_records_that_it_lost(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         kept = os.dup(fd)
         os.dup2(full.fileno(), fd)
-        recorder.write(KnownRecord(of=1))
-        recorder.write(KnownRecord(of=1))
+        recorder.write(PreparedRecord(epoch=1))
+        recorder.write(PreparedRecord(epoch=1))
         os.dup2(kept, fd)
-    recorder.write(KnownRecord(of=2))
+    recorder.write(PreparedRecord(epoch=2))
     lost = [each for each in read_events(path) if isinstance(each, LostRecord)]
     assert [(each.worker, each.records, each.why) for each in lost] == [(3, 2, "No space left on device")]
     assert gaps(read_history(path)) == ("worker 3 could not write 2 records: No space left on device",)
@@ -78,7 +78,7 @@ def test_a_worker_counts_the_records_that_it_lost(tmp_path: Path) -> None:
 def test_the_agent_names_the_file_that_it_cannot_write(tmp_path: Path) -> None:
     """Before, the error said "output"."""
     with open("/dev/full", "wb") as full, pytest.raises(StorageError, match=r"cannot write '/dev/full': No space left"):
-        Recorder(full.fileno(), AGENT).write(KnownRecord(of=1))
+        Recorder(full.fileno(), AGENT).write(PreparedRecord(epoch=1))
 
 
 def test_a_print_of_a_layer_survives_a_full_disk() -> None:

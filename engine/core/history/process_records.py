@@ -171,13 +171,6 @@ class ResumedRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownRecord(StampedRecord):
-    """The writing worker knows that worker `of` has ended."""
-
-    of: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRecord(StampedRecord):
     """Worker `of` waits to become a member; or `lost` says, in words that follow "worker N", how it was lost."""
 

@@ -20,7 +20,7 @@ from engine.core.ownership import Slot
 # Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
 # the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own; since version 6
 # a job keeps checkpoints; since version 7 lines are linked, and a seal comes before the end.
-VERSION = 8
+VERSION = 9
 UNSEALED = 6  # is read as well; nothing proves that its records are whole
 AGENT = -1  # the number of the agent in records that name a worker
 

@@ -1,8 +1,7 @@
 """The agent: watches the workers of this host, and is the driver of the coordinator: it carries out its outputs.
 
-    dead worker      agent                                  other workers
-    exits ---------> ExitMessage ------------------------>  record it; nothing is decided yet
-                     Ended -> coordinator: verdict, epoch, plan, go, commit (engine/core/protocol/coordinator.py)
+    dead worker      agent
+    exits ---------> Ended -> coordinator: verdict, epoch, plan, go, commit (engine/core/protocol/coordinator.py)
 
 Rules: the pidfd of a worker proves that the worker has ended; the message of another worker is only a suspicion. If the
 other workers cannot replace a failed worker, the run fails: the agent keeps the first cause, tells every worker to
@@ -39,7 +38,6 @@ from engine.core.job.job import Job
 from engine.core.message_kinds import Message, ToWorker
 from engine.core.messages import (
     BusyMessage,
-    ExitMessage,
     LinkWantedMessage,
     NoticeMessage,
     PingMessage,
@@ -224,11 +222,8 @@ class Agent:
             self.checkpoints.close_step(*closed)
 
     def sees_end(self, member: WorkerHandle) -> None:
-        """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""
-        if member.worker not in self._seen_ns:
-            self._seen_ns[member.worker] = now_ns()
-            if not self._may_end(member):
-                self.broadcast(ExitMessage(member.worker))
+        """Notes the time at which a worker's end was seen."""
+        self._seen_ns.setdefault(member.worker, now_ns())
 
     def _may_end(self, member: WorkerHandle) -> bool:
         worker = member.worker

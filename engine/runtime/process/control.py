@@ -2,8 +2,7 @@
 
 Rules: the main thread waits in one place only. Arriving transfers and messages of the agent wake it there, so the
 control thread can interrupt any wait: until the main thread has taken an urgent message, every wait ends with `Fenced`
-or `Stopped`. A message of the worker belongs to the epoch that it has entered. The exit of another worker is announced
-before the verdict on it; it is recorded, and changes nothing.
+or `Stopped`. A message of the worker belongs to the epoch that it has entered.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from engine.core.message_kinds import Message, ToAgent, ToWorker
 from engine.core.messages import (
     ArmMessage,
     EpochMessage,
-    ExitMessage,
     FiredMessage,
     HeartbeatMessage,
     InflictMessage,
@@ -264,9 +262,6 @@ class ControlHandler:
     def prepare(self, order: PrepareMessage | PreparePartMessage | NextGroupMessage) -> None:
         """Handles an order about a coming epoch, in the control thread."""
 
-    def exit_announced(self, worker: int) -> None:
-        """Handles the news that another worker has ended, in the control thread."""
-
     def harm(self, order: ArmMessage | InflictMessage) -> None:
         """Handles a message about faults, in the main thread; it may raise anything, or end the process."""
 
@@ -360,9 +355,6 @@ class Control:
             case PingMessage():
                 self.send(self._heartbeat())
                 self.handler.pinged()
-                return
-            case ExitMessage():
-                self.handler.exit_announced(message.of)
                 return
             case PrepareMessage() | PreparePartMessage() | NextGroupMessage():
                 self.handler.prepare(message)

@@ -261,6 +261,12 @@ class DirectBackend:
 class DirectJoining:
     """One attempt to join a group; it waits for no other member, unless a connection is cut."""
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether a connection to a member is cut."""
+        cuts = self._end.cuts
+        return not self._end.num_sent.keys().isdisjoint({*cuts.there, *cuts.back})
+
     def __init__(self, end: DirectTransport, *, in_advance: bool = False):
         self._end, self._in_advance = end, in_advance
         self._is_abandoned = False

@@ -1,4 +1,7 @@
-"""Joins groups in threads: that of the current epoch, until a newer epoch comes, and those of coming epochs."""
+"""Joins groups: that of the current epoch, until a newer epoch comes, and in threads those of coming epochs.
+
+A thread takes a millisecond of each worker while all wait for a recovery: there is none where nothing is waited for.
+"""
 
 from __future__ import annotations
 
@@ -53,20 +56,27 @@ class GroupFormation:
     def __init__(self, control: Control, backend: TransportBackend, recorder: Recorder, epoch: EpochMessage):
         self._control = control
         self._recorder = recorder
-        self._attempt = _Attempt(backend.joining(epoch.epoch, (*epoch.members,)))
+        joining = backend.joining(epoch.epoch, (*epoch.members,))
+        self._attempt = _Attempt(joining)
         self.give_up = self._attempt.give_up
-        threading.Thread(target=self._form, args=(epoch.epoch,), name="forming", daemon=True).start()
+        if joining.may_wait:
+            threading.Thread(target=self._form_aside, args=(epoch.epoch,), name="forming", daemon=True).start()
+        else:
+            self._form(epoch.epoch)
 
     def _form(self, epoch: int) -> None:
         self._control.mark("regroup")  # faults in this phase strike while the group forms
         self._attempt.join()
         if self._attempt.plane is not None:
             self._recorder.write(MarkRecord(phase="regroup", epoch=epoch))
+
+    def _form_aside(self, epoch: int) -> None:
+        self._form(epoch)
         self._control.wake()
 
     @property
     def outcome(self) -> Transport | TransferFailedError | RuntimeError | None:
-        """The group, or why it could not be formed; None at first. The main thread is woken when this changes."""
+        """The group, or why it could not be formed; None at first. The main thread is woken when a thread sets it."""
         return self._attempt.plane if self._attempt.plane is not None else self._attempt.failed
 
 

@@ -318,6 +318,8 @@ class NcclBackend:
 class NcclJoining:
     """One attempt to join a group."""
 
+    may_wait = True
+
     def __init__(self, inner: DirectJoining, meeting: Meeting, backend: NcclBackend, rank: int, *, in_advance: bool):
         self._inner, self._meeting, self._backend, self._rank = inner, meeting, backend, rank
         self._in_advance = in_advance

@@ -335,7 +335,11 @@ class Transport(Protocol):
 
 
 class Joining(Protocol):
-    """One attempt to join the group of an epoch; it needs a thread, because it waits for the other members."""
+    """One attempt to join the group of an epoch."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether `join` may wait for other members, and needs a thread."""
 
     def join(self) -> Transport:
         """Waits until all members have joined; raises TransferFailedError if the group could not be formed."""

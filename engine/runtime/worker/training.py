@@ -86,7 +86,7 @@ class WorkerProtocol:
 # and after it the thread computes without the lock.
 
 _MOST_S = 60.0  # to wait for a task that began one step ago
-_CHOOSY_LOOKS = 10  # of a millisecond each
+_CHOOSY_LOOKS = 4
 _SWITCH_S = 0.0002  # after this time the planner thread returns the interpreter to the main thread
 
 
@@ -199,7 +199,7 @@ class PlannerThread:
 
 
 def well_inside(control: Control, step: int) -> Callable[[], bool]:
-    """Returns a function to be called each millisecond: whether training is inside a long action of `step` or later.
+    """Returns a function to be called now and then: whether training is inside a long action of `step` or later.
 
     An action is long if two calls find it. Training needs the interpreter most at the beginning of an action. If all
     actions are short, any action will do after `_CHOOSY_LOOKS` calls.

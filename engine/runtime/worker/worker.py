@@ -39,7 +39,6 @@ from engine.core.errors import (
     explained,
 )
 from engine.core.faults.fault import from_plain
-from engine.core.history.process_records import KnownRecord
 from engine.core.history.step_files import span_of
 from engine.core.job.job import Job
 from engine.core.job.partition import partition
@@ -406,11 +405,6 @@ class WorkerRun(ControlHandler):
         """Lets the machine handle an order about a coming epoch."""
         if self._protocol is not None:
             self._protocol.feed_aside(ProtocolMessage(order))
-
-    def exit_announced(self, worker: int) -> None:
-        """Records that this worker knows of the end of another one."""
-        if self._recorder is not None:
-            self._recorder.write(KnownRecord(of=worker))
 
     def harm(self, order: ArmMessage | InflictMessage) -> None:
         """Arms faults, or carries one out."""
