@@ -72,7 +72,7 @@ def status(
 def _show(reader: Reader, *, watch: bool, as_json: bool) -> None:
     """Shows the status once, or until the run ends; raises CoordinatorUnavailableError if its launcher is gone."""
     from bamboo_cli.status_picture import StatusPicture
-    from engine.core.protocol.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
+    from engine.core.protocol.run_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:
         while True:
@@ -126,7 +126,7 @@ class Reader:
     def look(self) -> tuple[RunStatus, bool, bool]:
         """Returns the status, whether it is from the store, and whether a launcher runs or recorded the end."""
         from engine.core.history.process_records import StoreRecord
-        from engine.core.protocol.recorded_status import live_status, status_of_history
+        from engine.core.protocol.run_status import live_status, status_of_history
         from engine.files.events_file import GrowingEvents, StepReader
         from engine.files.run_folder import find_run
         from engine.harness.dead_runs import launcher_runs

@@ -72,10 +72,7 @@ class NewestGood:
 
 
 class CheckpointFolder:
-    """The checkpoints in a storage, to which the run `owner` writes.
-
-    Every method raises StorageError if the storage cannot be written or read.
-    """
+    """The checkpoints in a storage, to which the run `owner` writes; every method may raise StorageError."""
 
     def __init__(self, storage: Storage, owner: str = ""):
         self._storage = storage
@@ -221,10 +218,7 @@ class CheckpointFolder:
         self._remove_all(step_folder(step), files)
 
     def orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
-        """Returns the parts that no manifest names, and partial manifests, of the owners that count.
-
-        A folder with an unreadable manifest has none.
-        """
+        """Returns the owners' parts, and partial manifests, that no manifest names; none beside an unreadable one."""
         by_folder: dict[str, list[str]] = {}
         for name in self._storage.names():
             folder, _, file = name.rpartition("/")

@@ -93,10 +93,7 @@ def as_of_now(loaded: LoadedScenario, folder: RunFolder) -> LoadedScenario:
 
 
 def _fitted(loaded: LoadedScenario, events: _Events) -> LoadedScenario:
-    """Returns a scenario whose steps count from the running job's next step.
-
-    Each fault gets a new id, so the same scenario can be injected more than once.
-    """
+    """Returns a scenario whose steps count from the running job's next one, with fault ids that are new each time."""
     from engine.files.jobs.scenario_file import JobSource, fitted
     from engine.runtime.faults.registry import kinds
 

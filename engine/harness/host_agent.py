@@ -114,10 +114,7 @@ _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between host
 def run_on_hosts(
     job: Job, name: str, options: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
 ) -> HostRunEnd:
-    """Runs the agent of this host to the end of the run; if it coordinates, `run` runs the job.
-
-    Raises BambooError if the run could not be started.
-    """
+    """Runs this host's agent to the end of the run; if it coordinates, `run` runs the job. Raises BambooError."""
     from engine.runtime.store.etcd_kv import EtcdKV
 
     if problems := unreadable_files(job):

@@ -34,9 +34,7 @@ class LeakCheck:
         self._ports = _own_ports()
 
     def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
-        """Returns a line per leak that persists for two seconds after a run; returns at once if there is none.
-
-        The fork server, with pid `server`, also serves the next run and does not count.
+        """Returns a line per leak that persists for two seconds after a run, the fork server's pid aside.
 
         Raises CoordinatorUnavailableError if the external store gives no answer.
         """

@@ -24,9 +24,9 @@ from engine.core.errors import TransferFailedError
 from engine.core.links import MOST_BYTES, Frame
 from engine.core.messages import LinkMessage
 from engine.runtime.agent.host_registry import RunCertificate, new_certificate
-from engine.runtime.transport import host_door
-from engine.runtime.transport.host_door import GREET_S, HostDoor, _context
+from engine.runtime.transport import links
 from engine.runtime.transport.link_wire import TlsWire, Wire
+from engine.runtime.transport.links import GREET_S, HostDoor, _context
 from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Linked
 from tests.runtime.peers import an_order
@@ -83,7 +83,7 @@ def over_tls(port: int, held: Held, certificate: RunCertificate | None, said: by
 
 
 def silent(port: int, held: Held, made: RunCertificate, foreign: RunCertificate) -> None:
-    for _ in range(3 * host_door._MOST_GREETED):
+    for _ in range(3 * links._MOST_GREETED):
         reach(port, held)
 
 
@@ -320,7 +320,7 @@ def test_a_door_goes_on_when_a_connection_could_not_be_taken(door: Door, made: R
 def test_strangers_are_closed_in_time_and_leave_no_thread(
     door: Door, made: RunCertificate, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_door, "GREET_S", 0.5)
+    monkeypatch.setattr(links, "GREET_S", 0.5)
     before = threading.active_count()
     for _ in range(20):
         reach(door.port, held)

@@ -24,7 +24,7 @@ from engine.core.program.passes import (
     with_whole_stages,
 )
 from engine.core.program.plan_repair import Baseline, baseline_of
-from engine.core.program.schedule_csv import is_text, named_pairs, rows_from_csv, rows_to_csv
+from engine.core.program.schedule_csv import is_text, named_pairs, placed_rows, rows_to_csv
 from engine.core.program.schedules import SCHEDULES, IsPair, in_blocks, of_kind, with_pairs_together
 
 
@@ -132,4 +132,4 @@ def to_csv(program: Program, is_pair: IsPair | None = None) -> str:
 
 def from_csv(text: str) -> Program:
     """Returns the program that `text` holds; empty cells are skipped. Raises ScheduleError with worker and position."""
-    return dict(enumerate(rows_from_csv(text)))
+    return {worker: tuple(action for _, action in row) for worker, row in enumerate(placed_rows(text))}

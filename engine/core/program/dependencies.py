@@ -272,10 +272,9 @@ def crosses(value: Value, ownership: Ownership) -> bool:
 
 
 def peers_of(worker: int, ownership: Ownership) -> tuple[int, ...]:
-    """Returns `worker` and all that it exchanges values with in a step that owners and shadows run, in order.
+    """Returns `worker` and all that it exchanges values with in a step of owners and shadows, in order.
 
-    They are the owners of the slots beside its own, the replicas of the slots that it holds, and the owners of stages
-    that share a parameter with one of its own. Where any member may send what it held, these are not all.
+    In a plan, where any member may send what it held, there may be more.
     """
     grid, owned = ownership.grid, ownership.slots_of(worker)
     beside = {(d, stage + more) for d, stage in owned for more in (-1, 1) if 0 <= stage + more < grid.stages}

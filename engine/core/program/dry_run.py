@@ -43,10 +43,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The run of a program as predicted: its spans in order of start, its length, idle share and stashed residuals.
-
-    `waits` is how long each worker waits between its first compute action and its last.
-    """
+    """The predicted run: spans by start, length, idle share, and each worker's peak stash and waits in between."""
 
     spans: tuple[Span, ...]
     makespan: float
@@ -70,8 +67,8 @@ def dry_run(
 ) -> DryRun:
     """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
 
-    `held` are the values at the start. With `overlapping` a pair takes as long as the longer of its two actions. A sent
-    value arrives `latency` after the end of its SEND.
+    `held` are the values at the start. An `overlapping` pair takes as long as its longer action. A sent value arrives
+    `latency` after its SEND.
     """
     costs_of = overlapped_costs if overlapping else map
     costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
@@ -321,8 +318,8 @@ def bubbles(run: DryRun) -> dict[int, float]:
 def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
     """Returns the compute actions of `run`, which has integer costs, in blocks of at most `width` columns (0: any).
 
-    A cell shows an action at the unit of its start, `-` while it goes on, and blank while the worker waits. Actions of
-    a worker on a slot that it does not own by `ownership` stand in brackets.
+    A cell shows an action where it starts, `-` while it runs, and nothing while the worker waits; ( ) if it owns
+    another slot.
     """
     num_units = round(run.makespan)
     workers = sorted({span.worker for span in run.spans})
@@ -353,10 +350,7 @@ _BEFORE_THE_FIRST = 3  # columns
 def marked_lines(
     program: Mapping[int, tuple[Action, ...]], marked: Collection[tuple[int, int]], width: int
 ) -> list[str]:
-    """Returns rows of a program, at most `width` columns wide, that begin shortly before the first marked action.
-
-    `marked` has at least one (worker, position); these actions stand between > and <.
-    """
+    """Returns rows of a program from shortly before the first of `marked`, (worker, position); > < enclose these."""
     start = max(0, min(position for _, position in marked) - _BEFORE_THE_FIRST)
     rows = {
         f"worker {worker}": [

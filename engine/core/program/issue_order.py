@@ -49,10 +49,7 @@ class Issue(NamedTuple):
 
 
 def issue_order(program: Program, ownership: Ownership) -> Mapping[int, tuple[Issue, ...]]:
-    """Returns the issues of each worker in order.
-
-    Raises ScheduleError if a worker does not come to its end.
-    """
+    """Returns the issues of each worker in order; raises ScheduleError if a worker does not reach its end."""
     walk = _Walk(program, ownership)
     walk.run()
     return {worker: tuple(issues) for worker, issues in walk.issues.items()}

@@ -182,7 +182,9 @@ def with_redundant_forwards(
 ) -> dict[int, tuple[Action, ...]]:
     """Returns a program of compute actions with the redundant forwards; the `healing` (worker, slot) take no part."""
     own = [(worker, action) for worker, actions in program.items() for action in actions]
-    tasks = own + sorted(_redundant(ownership, healing), key=lambda task: (task[1].microbatch, task[1].stage, task))
+    twice = redundant_slots(ownership, healing).items()
+    again = [(w, Action(s, Op.F, m, d)) for (d, s), w in twice for m in range(ownership.grid.microbatches)]
+    tasks = own + sorted(again, key=lambda task: (task[1].microbatch, task[1].stage, task))
     workers, costs = [worker for worker, _ in tasks], [cost(action) for _, action in tasks]
     before = _predecessors(tasks, len(own), ownership)
     order, length = starts(workers, costs, before)
@@ -201,10 +203,7 @@ def with_redundant_forwards(
 def _sooner(
     order: Sequence[int], tasks: Sequence[_Task], num_own: int, before: Sequence[list[int]], most: int
 ) -> list[list[int]]:
-    """Returns `before` with `most` redundant forwards of each worker behind one backward each, if their input is there.
-
-    They are the first ones in `order` behind the first backward.
-    """
+    """Returns `before` with the first `most` redundant forwards of each worker behind one backward each."""
     later = [list(each) for each in before]
     lines: dict[int, list[int]] = {}
     for number in order:
@@ -249,17 +248,10 @@ def overhead_floor(num_stages: int, num_microbatches: int, forward: float, backw
     return max(0.0, excess) / ((num_microbatches + num_stages - 1) * (forward + backward))
 
 
-def _redundant(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> Iterator[_Task]:
-    for (pipeline, stage), shadow in redundant_slots(ownership, healing).items():
-        for microbatch in range(ownership.grid.microbatches):
-            yield shadow, Action(stage, Op.F, microbatch, pipeline)
-
-
 def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) -> list[list[int]]:
     """Returns for each task the numbers of the tasks that must end before it starts.
 
-    The first `num_own` tasks are the owners', in order on each worker. The other tasks are redundant, in order for each
-    slot. Their outputs are used by redundant tasks of the same worker alone.
+    The first `num_own` tasks are the owners', in order on each worker; the redundant ones are in order on each slot.
     """
     maker = {
         value: number
@@ -312,10 +304,7 @@ def with_streams(
     log_every: int,
     healing: Collection[tuple[int, Slot]] = (),
 ) -> Mapping[int, tuple[Action, ...]]:
-    """Returns a program of compute actions and transfers with its streams; as it is where `log_every` is 0.
-
-    `healing` are the shadows, as (worker, slot), that take no stream.
-    """
+    """Returns a program with its streams, none for the `healing` (worker, slot); as it is if `log_every` is 0."""
     if log_every == 0:
         return program
     spans: dict[int, list[Span]] = {worker: [] for worker in program}
@@ -438,11 +427,7 @@ def with_end_of_step(
     held: Collection[Held] = (),
     healing: Collection[tuple[int, Slot]] = (),
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with the actions behind the backwards; `healing` are shadows that get their slot's state.
-
-    If the owner of a slot holds the reduced gradient at the start, the slot is not reduced again. The owner sends its
-    LOG to the shadows that lack it.
-    """
+    """Returns the program with its end; `healing` shadows get their state, values in `held` are not made again."""
     there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
     return {worker: with_end(worker, actions, ownership, there, healing) for worker, actions in program.items()}
 

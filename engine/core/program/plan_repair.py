@@ -123,10 +123,9 @@ def repaired(
     inventories: Sequence[Inventory],
     done: Collection[Slot],
 ) -> tuple[ProgramRest, ...] | None:
-    """Returns how every member goes on in `step`; None if the planner has to plan it.
+    """Returns how every member continues in `step`, without handoffs and shards; None if the planner has to plan it.
 
-    The owners of the `done` slots hold the inputs of the optimizer step. No accumulator may be handed off, and no stage
-    be in shards.
+    The owners of the `done` slots hold the inputs of the optimizer step.
     """
     try:
         return _Repair(base, ownership, step, inventories, done).rests()
@@ -135,10 +134,7 @@ def repaired(
 
 
 class RepairedProgram(Mapping[int, tuple[Action, ...]]):
-    """The programs of all members in a repair; each is put together when it is asked for.
-
-    `program` is the one that was running, and `with_end` adds the end of the step to a worker's part of it.
-    """
+    """The programs of all members in a repair, put together on demand from `program`, which was running."""
 
     def __init__(
         self,
@@ -326,13 +322,14 @@ class _Repair:
 
     def rests(self) -> tuple[ProgramRest, ...]:
         """Returns how every member goes on."""
-        return tuple(map(self._rest_of, self._inventories))
-
-    def _rest_of(self, worker: int) -> ProgramRest:
-        sends = " ".join(map(str, self._sent_in_front(worker)))
-        if worker in self._lists:
-            return ProgramRest(worker, sends=sends, rewritten=" ".join(map(str, self._lists[worker])))
-        return ProgramRest(worker, self._first.get(worker, -1), self._dropped_of(worker), sends)
+        rests = []
+        for worker in self._inventories:
+            sends = " ".join(map(str, self._sent_in_front(worker)))
+            if worker in self._lists:
+                rests.append(ProgramRest(worker, sends=sends, rewritten=" ".join(map(str, self._lists[worker]))))
+            else:
+                rests.append(ProgramRest(worker, self._first.get(worker, -1), self._dropped_of(worker), sends))
+        return tuple(rests)
 
     def _sent_in_front(self, worker: int) -> list[Action]:
         return [action for _, _, action in sorted(self._again[worker])] if worker in self._again else []
@@ -414,10 +411,6 @@ class _Repair:
 
     def _receives_in_order(self, worker: int, source: int) -> bool:
         """Whether a worker that keeps its slots receives in the order in which a successor sends now."""
-        kinds = {op: kind for op, kind in _CARRIES.items() if op in RECEIVE_OPS}
-        received = [
-            action
-            for action in self._rest(worker)
-            if (kind := kinds.get(action[1])) and self._owner[action[3], action[0] - _FURTHER[kind]] == source
-        ]
+        received = [action for action in self._rest(worker) if action[1] in RECEIVE_OPS]
+        received = [each for each in received if self._owner[each[3], each[0] - _FURTHER[_CARRIES[each[1]]]] == source]
         return received == list(self._receipts(worker, (*self._sent_in_front(source), *self._lists[source])))

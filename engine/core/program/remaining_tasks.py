@@ -38,8 +38,7 @@ _Makers = Sequence[Action | None]  # by index of the value; None if the value is
 def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collection[Slot] = ()) -> Tasks:
     """Returns the compute actions that are left, each with the ones that make a value that it needs.
 
-    `done` are the slots whose owner holds the inputs of the optimizer step. For a counter `held` has the last index
-    only. Each action belongs to the owner of its slot.
+    The owners of `done` slots hold the inputs of the optimizer step. Of a counter, `held` has the last index only.
     """
     makers = _MakersOfValues(ownership, held, done)
     lines: dict[tuple[int, Op, int, int], list[tuple[_Makers, int]]] = {}  # the first microbatch may need fewer values
@@ -138,10 +137,7 @@ def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:
 def list_schedule(
     tasks: Tasks, ownership: Ownership, first: Collection[Action] = frozenset()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the tasks of each owner in order; `tasks` gives for each the tasks that make what it needs.
-
-    A ready task of `first` comes before a ready task outside it.
-    """
+    """Returns the tasks of each owner in order, ready ones of `first` first; `tasks` has the predecessors of each."""
     order = sorted(tasks, key=lambda action: (action not in first, _priority(action)))
     owners = {slot: ownership.owner(*slot) for slot in ownership.grid.slots()}
     workers = [owners[pipeline, stage] for stage, _, _, pipeline in order]
@@ -214,10 +210,7 @@ def _keep_states(
 def starts(
     workers: Sequence[int], costs: Sequence[float], predecessors: Sequence[Collection[int]]
 ) -> tuple[list[int], float]:
-    """Returns the tasks in the order of their starts, and the time at which the last one ends.
-
-    A free worker takes its ready task with the lowest number.
-    """
+    """Returns the tasks by start, and when the last one ends; a free worker takes its lowest ready task."""
     successors: list[list[int]] = [[] for _ in workers]
     missing = list(map(len, predecessors))
     for number, numbers in enumerate(predecessors):

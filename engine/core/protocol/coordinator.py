@@ -182,10 +182,7 @@ def _stopped_early(state: CoordinatorState) -> Outputs:
 
 
 def first_not_finite(ballot: Ballot) -> int | None:
-    """Returns the layer in which the backward first met a gradient that is not finite: the last of those layers.
-
-    None if every layer's own norm is finite, and only their sum is not.
-    """
+    """Returns the layer whose gradient was first not finite in the backward; None if only the sum of norms is not."""
     return max((layer for layer, norm in layer_norms(ballot) if not math.isfinite(norm)), default=None)
 
 
@@ -319,10 +316,7 @@ RULES: dict[type[Message], MessageRule] = {
 
 
 def report_irreplaceable(state: CoordinatorState) -> Decided:
-    """Returns the state with the leaving workers that no other worker can replace, and reports each once.
-
-    One that can be replaced again, because another worker waits, is looked at as any other.
-    """
+    """Returns the state with the leaving workers that no other worker can replace, and reports each once."""
     staying: dict[int, str] = {}
     outputs: Outputs = ()
     for worker, stages in unable_to_leave(state.membership).items():
@@ -405,10 +399,7 @@ def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
 def is_to_be_kept(
     old: CoordinatorState, new: CoordinatorState, given: CoordinatorInput, outputs: tuple[CoordinatorOutput, ...]
 ) -> bool:
-    """Returns whether the new state must be in the store before the outputs are carried out.
-
-    An answer that has no effect is not kept: the next coordinator asks again.
-    """
+    """Returns whether the new state must be stored before its outputs are carried out; not for a mere answer."""
     if new.monitors is not old.monitors and new.monitors != old.monitors:
         return True  # the workers go on, and no later validation would tell the same
     if new.membership is old.membership or new.membership.decided() == old.membership.decided():
@@ -461,10 +452,7 @@ def _passes(state: CoordinatorState, passed: ClockTick) -> Decided:
 
 
 def _takes_over(state: CoordinatorState, taken: Takeover) -> Decided:
-    """Writes the last commit again: its record may be missing. The coming epoch tells it to the workers again.
-
-    The user of this host has not heard of deadly hosts.
-    """
+    """Writes the last commit again, as its record may be missing, and warns this host's user of deadly hosts."""
     new, outputs = decide(state, taken)
     warning = [Note(state.deadly)] if state.deadly else []
     record = [Write(commit_record(state))] if state.commit else []

@@ -153,10 +153,7 @@ def dark(state: State, now_ns: int) -> tuple[Edge, ...]:
 
 
 def ticked(state: State, now_ns: int, unseen: Collection[int] = ()) -> State:
-    """Returns the state after a tick; all times are later by the time that the coordinator has not watched.
-
-    The deadlines of `unseen` workers, for which the others may wait, start again.
-    """
+    """Returns the state after a tick, without the time not watched; deadlines of `unseen` workers start again."""
     late_ns = unwatched_ns(state.ticked_ns, now_ns)
     state = _later(state, late_ns, now_ns) if late_ns else state
     again = {

@@ -68,8 +68,7 @@ from engine.core.protocol.inputs_outputs import (
     Write,
 )
 from engine.core.protocol.membership import hosts_of, is_ignored, plan_document, step
-from engine.core.protocol.plan_orders import in_parts, to_prepare, with_repair
-from engine.core.protocol.residual_choice import left_ns, with_ships
+from engine.core.protocol.plan_orders import in_parts, left_ns, to_prepare, with_repair, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
 from engine.core.protocol.worker_times import bytes_per_s
@@ -120,10 +119,7 @@ def repeated(state: CoordinatorState) -> Stop | None:
 
 
 def eviction_notes(state: CoordinatorState, owners: tuple[int, ...]) -> list[Note]:
-    """Returns the notes on the workers that the verdict evicts while their processes live.
-
-    `owners` are those before the verdict.
-    """
+    """Returns the notes on evicted workers whose processes live; `owners` are those before the verdict."""
     notes = []
     for out in state.membership.verdict:
         if out.cause in _PUT_OUT:
@@ -203,10 +199,7 @@ def patient(preparation: Preparation, state: State, now_ns: int) -> tuple[int, .
 def looked(
     preparation: Preparation, state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = ()
 ) -> tuple[Preparation, PrepareMessage | None]:
-    """Returns the order to prepare the epoch that the commit of the open step will begin, if its plan has changed.
-
-    The workers in `joins` become members with it.
-    """
+    """Returns the order to prepare the epoch of the coming commit, with `joins` as members, if its plan has changed."""
     prepared = prepare_epoch(state, ownership, now_ns, joins, patient(preparation, state, now_ns))
     if prepared is None or prepared.document == preparation.document:
         return preparation, None
@@ -229,10 +222,7 @@ def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> 
 def at_commit(
     preparation: Preparation, commit: StepCommitted, state: State, ownership: Ownership, joins: tuple[int, ...] = ()
 ) -> tuple[Preparation, tuple[Event, ...]]:
-    """Returns the events to decide on at a commit: the commit alone, or with the events of the prepared epoch.
-
-    No member waits for the workers in `joins`: they join with a prepared epoch only.
-    """
+    """Returns the events of a commit: it alone, or with the prepared epoch, without which none of `joins` joins."""
     new = preparation._replace(begun_ns=commit.now_ns)
     commit = replace(commit, patient=patient(preparation, state, commit.now_ns))
     prepared = prepare_epoch(state, ownership, commit.now_ns, joins, commit.patient)
@@ -296,10 +286,7 @@ _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 
 
 def decide(state: CoordinatorState, *events: Event) -> Decided:
-    """Returns the state and the outputs after events that are decided as one; a run that is ending ignores them.
-
-    Then lets the workers prepare the epoch of the coming commit.
-    """
+    """Returns the state and outputs after events decided as one, and prepares the next epoch, unless the run ends."""
     if state.is_stopping:
         return state, ()
     before, membership, outputs = state.membership, state.membership, list[CoordinatorOutput]()
@@ -353,10 +340,7 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
 
 
 def _waiting(state: CoordinatorState, old: State) -> Iterable[CoordinatorOutput]:
-    """Yields the records on workers that now wait or were lost while they waited; lines, if training continues.
-
-    One that must wait for memory is told, and that it may join again.
-    """
+    """Yields the records, and lines while training continues, on workers that wait, are lost then, or lack memory."""
     new, ends = state.membership, state.membership.last_step < state.job.steps - 1
     for worker in new.waiting if new.waiting is not old.waiting else ():
         if worker not in old.waiting:
@@ -546,10 +530,7 @@ def commit_record(state: CoordinatorState) -> CommitRecord:
 
 
 def _evict(state: CoordinatorState, ordered: Collection[int]) -> Decided:
-    """Ends the processes of workers that are out; one that gave notice while it waited owes nothing, and leaves.
-
-    Not those of the workers in `ordered`, for which the same was ordered before.
-    """
+    """Ends the processes of workers that are out, but not of those `ordered` before; lets waiting leavers leave."""
     known, outputs = state.membership, list[CoordinatorOutput]()
     for worker in (*known.out, *known.lost):
         if worker not in known.exited and worker not in ordered:

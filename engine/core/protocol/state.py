@@ -268,10 +268,7 @@ class State(NamedTuple):
 
     @property
     def wanted_moves(self) -> dict[int, int]:
-        """The wanted owner of each slot that another worker owns; an owner that is out or leaving is not wanted.
-
-        A wish that names joiners waits for them as a whole.
-        """
+        """The wanted owner of each slot that moves, unless it is out or leaving; all wait for a wanted joiner."""
         is_due = self.wanted and not self.awaits_joiners
         slots = enumerate(zip(self.owners, self.wanted, strict=True)) if is_due else ()
         return {

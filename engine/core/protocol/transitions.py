@@ -351,10 +351,7 @@ def looks_at_clock(state: State, event: events.Tick) -> State:
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def takes_over(state: State, event: events.Takeover) -> State:
-    """Makes a verdict on the workers of the lost host, or an empty one: every member says again what it holds.
-
-    The votes, the suspicions and the preparations that the last coordinator had heard are lost: members vote again.
-    """
+    """Makes a verdict on the lost host's workers, or an empty one: members report what they hold, and vote again."""
     new, out = _without(state, event.lost) if event.lost else (state, [])
     return new_epoch(new, event.now_ns, out, "" if out else "another coordinator has taken over")
 

@@ -232,10 +232,7 @@ def is_let_go(state: WorkerState, bye: Message) -> Stepped:
 
 
 def stops(state: WorkerState, stop: messages.StopMessage) -> Stepped:
-    """Ends at once, or when its share of the last committed step is written.
-
-    A worker that has not taken that step does not have its state.
-    """
+    """Ends at once, or once its share of the last committed step is written, if it has taken that step."""
     new = state._replace(mode=Mode.OUT)
     if stop.keep < 0 or stop.keep != state.step - 1:
         return new, (End(ExitCode.OK),)
@@ -396,10 +393,7 @@ def is_planned(state: WorkerState, made: inputs.PlanMade) -> Stepped:
 
 
 def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: tuple[Output, ...]) -> Stepped:
-    """Takes the ownership of the plan, and the last commit if this worker has missed it.
-
-    Raises InvariantError if it has missed an earlier one.
-    """
+    """Takes the plan's ownership, and the last commit if missed; raises InvariantError if it missed an earlier one."""
     document, ownership, _ = required(state.plan, "this worker has made the plan")
     new = state._replace(
         ownership=ownership,
@@ -445,10 +439,7 @@ def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def is_formed(state: WorkerState, formed: inputs.GroupFormed) -> Stepped:
-    """Begins the work that waited for the group; an attempt that was given up changes nothing.
-
-    Reports a failure, but not before training begins: until then the worker can still answer.
-    """
+    """Begins the work that waited for the group; a failure is reported when training begins, no earlier."""
     if formed.epoch != state.forming:
         return state, ()
     return _goes_now(state._replace(forming=0, failure=formed.failure))

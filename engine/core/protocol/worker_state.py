@@ -199,10 +199,7 @@ class Keep(Output):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(Output):
-    """Writes a checkpoint of some slots after the last committed step, and waits for it: the process is about to end.
-
-    The open step may have begun, and an exception may have ended it.
-    """
+    """Writes a checkpoint of some slots after the last committed step, and waits: the process is about to end."""
 
     step: int
     shares: tuple[StateShare, ...]

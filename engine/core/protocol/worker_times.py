@@ -80,11 +80,7 @@ class PaceChange(NamedTuple):
 
 
 def after_step(paces: Paces, step: int, computed: Mapping[int, Compute]) -> tuple[Paces, tuple[PaceChange, ...]]:
-    """Returns the paces after a step without a failure, and the changes, by worker.
-
-    A worker that computed nothing keeps its paces, and is tried again at last if it is slow. `members_only` drops those
-    of workers that are no members any more.
-    """
+    """Returns the paces and their changes, by worker, after a step without a failure."""
     now = {worker: each.seconds / each.work for worker, each in sorted(computed.items()) if each.work > 0}
     factors = {
         worker: pace / median(paces[worker].past)
@@ -291,10 +287,7 @@ def facts(
     hosts: Mapping[int, str],
     free_bytes: int | None = None,
 ) -> MeasuredFacts:
-    """Returns the facts for an assignment; times are in units as long as one of a stage is unknown.
-
-    `free_bytes` are those of the one host of all members, which may use equal parts of them, as far as they are known.
-    """
+    """Returns the facts for an assignment, in units until all stages have times; members share the `free_bytes`."""
     grid, stages = job.grid, range(job.grid.stages)
     seconds = [pair for stage in stages if (pair := usual(times, stage)) is not None]
     forward, backward = zip(*seconds, strict=True) if len(seconds) == grid.stages else ((), ())

@@ -91,10 +91,7 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
 
 
 def places_of_job(job: Job, results: Path) -> Iterator[CheckpointPlace]:
-    """Yields the places of the runs of a job, the newest run first: those in `results`, and in the job's own place.
-
-    On a machine that has just been started there is no run, and the job's own place has what other machines kept.
-    """
+    """Yields the places of a job's runs, the newest run first: those in `results`, and the job's own place."""
     fingerprint = fingerprint_of(job)
     here: dict[str, CheckpointPlace | None] = dict.fromkeys(run_names(results))
     elsewhere: dict[str, CheckpointPlace] = {}
@@ -196,10 +193,7 @@ def refuse_unwritable(job: Job, in_process: bool = False) -> None:
 
 
 def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:
-    """Yields the place of a run's checkpoints, then that of the run that it was resumed from.
-
-    The checkpoints have the name that the run began with: its folder may have another one since.
-    """
+    """Yields the place of a run's checkpoints, under its first name, then of the run that it was resumed from."""
     facts = _facts_of(run)
     asked = run.path.name
     job, name = facts.get("job", {}), str(facts.get("run") or asked)
@@ -257,10 +251,7 @@ def weights_hash(path: str) -> str:
 
 
 def hash_as_given(path: str, before: str) -> str:
-    """Returns the hash of given weights; raises UserError if it is not that of the run `before`, if there was one.
-
-    What holds no weights, or is a damaged checkpoint, is refused before a run begins.
-    """
+    """Returns the hash of given weights; raises UserError if it differs from the run `before`, or there are none."""
     sha256 = weights_hash(path)
     if before and before != sha256:
         hint = "put the weights of that run back, or name others: --init FILE"

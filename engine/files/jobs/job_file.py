@@ -113,10 +113,7 @@ FOR_SEVERAL = "default with several workers"
 def with_elastic_defaults(
     job: Job, layers: Sequence[Layer], given: Mapping[tuple[str, ...], FieldValue], offered: JobParts, *, moves: bool
 ) -> tuple[Job, dict[str, str], str]:
-    """Returns the job with these defaults, the origin of each, and why it has so many blocks if no number is given.
-
-    `moves`: it moves stages by itself.
-    """
+    """Returns the job with these defaults, their origins, and why it has so many blocks if it `moves` stages."""
     origins, blocks = dict[str, str](), given.get(("blocks",))
     if job.standby > 0 and last_with("standby", layers) > last_with("elastic", layers):
         job = replace(job, elastic=True)

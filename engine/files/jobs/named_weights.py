@@ -52,10 +52,7 @@ class NamedWeights:
         return {} if self.place is None else {name.step: name for name in self.place.names()}
 
     def tensors(self, step: int | None = None, *, is_plain: bool = False) -> Iterator[NamedTensor]:
-        """Yields the tensors of a kept step, by default the newest, or of the file; raises StorageError.
-
-        `is_plain`: only those that a state_dict has, by its names.
-        """
+        """Yields the tensors of a step, by default the newest; `is_plain`: of a state_dict. Raises StorageError."""
         if self.file is not None:
             yield from _of_files(self.file)
             return

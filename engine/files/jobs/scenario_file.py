@@ -218,10 +218,7 @@ def load_document(
     *,
     to_attach: bool = False,
 ) -> LoadedScenario:
-    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.
-
-    Scenarios of one file can share `jobs`, which then have the same settings.
-    """
+    """Returns the scenario of a document; raises as `load_scenario`. Scenarios of one file share `jobs`."""
     (document, first), settings = _in_one_list(document), tuple(settings)
     reading = Reading(document, list(document.problems))
     source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
@@ -306,10 +303,7 @@ def _scenario(
     *,
     to_attach: bool = False,
 ) -> Scenario | None:
-    """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid.
-
-    `expect` stands in place of the document's own expectations.
-    """
+    """Returns the scenario of a document, with `expect` if given; None, with its problems reported, if invalid."""
     document = reading.document
     if document.value is None and not document.problems:
         reading.refuse((), "a scenario", "an empty file")

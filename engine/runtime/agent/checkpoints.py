@@ -62,10 +62,7 @@ class _Spare(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run, at the place of its `keeper`; none without a place.
-
-    `origin` is the checkpoint that the workers begin with.
-    """
+    """The checkpoints of a run at the place of its `keeper`, if it has one; `origin` is the one it begins with."""
 
     def __init__(self, keeper: Keeper, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
         self.place, self._keeper = keeper.place, keeper

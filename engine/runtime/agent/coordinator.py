@@ -72,10 +72,9 @@ class Coordinator:
         self._transact(Txn((election.fence, unchanged), (*changes, status)))
 
     def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
-        """Applies an input as one transaction and returns the outputs.
+        """Applies an input as one transaction and returns the outputs; raises the errors of the machine.
 
-        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written, and the
-        errors of the machine.
+        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written.
         """
         new, outputs = step(self.state, given)
         if is_to_be_kept(self.state, new, given, outputs):
@@ -277,10 +276,7 @@ def join_store(
     recorder: Recorder,
     kept: Lease | None = None,
 ) -> Node:
-    """Connects this host to the store, or to a private one that it starts; `stack` releases all of it.
-
-    A thread renews the lease `kept`.
-    """
+    """Connects this host to the store, or to a private one, until `stack` closes; a thread renews the lease `kept`."""
     private = EmbeddedEtcd(logs) if etcd is None else None
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
     if private is not None:

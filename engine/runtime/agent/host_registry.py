@@ -179,10 +179,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ElectedHost:
-    """The host that coordinates a run: where it listens, the hosts of the run, and the certificate of the run.
-
-    It had heard so many decisions when it was elected, none if it has begun the run.
-    """
+    """The coordinating host: its address, the run's hosts and certificate, and the decisions it knew when elected."""
 
     name: str
     incarnation: str
@@ -326,10 +323,7 @@ class HostRegistry(HostKeys):
         return self._stands(ElectedHost(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
 
     def succeed(self, before: ElectedHost, place: str, heard: int) -> ElectedHost | None:
-        """Tries to put this host in the place of one that is lost; None if another host is, or the run is over.
-
-        It has `heard` so many decisions; the other hosts tell it the later ones.
-        """
+        """Tries to elect this host, which knows `heard` decisions; None if another is elected or the run is over."""
         own, lease_id = self.own, self._lease.lease_id
         value = replace(before, name=own.name, incarnation=own.incarnation, place=place, lease_id=lease_id)
         value = replace(value, heard=heard)

@@ -31,10 +31,7 @@ _NAME = "bamboo-keeper"
 
 
 def place_of(job: Job, run: str) -> str:
-    """Returns the folder or the URL of the checkpoints of a job that runs in the folder `run`; empty if it keeps none.
-
-    A path is absolute. Without a folder of the run there are none.
-    """
+    """Returns the absolute path or the URL of a job's checkpoints, by default in folder `run`; empty for none."""
     if not run or not keeps_any(job.checkpoint_every):
         return ""
     if is_url(job.checkpoints):
@@ -74,10 +71,7 @@ class Keeper(HelperProcess):
             required(self.near, "a keeper has begun").sendall(line([*self._given, self.number]))
 
     def ask(self, name: str, *given: Any, limit_s: float | None = None) -> Any:
-        """Returns the answer of a function of `disk_work.WORK`; raises StorageError for its error, and without answer.
-
-        Without an answer within `limit_s` the keeper is given up.
-        """
+        """Returns the answer of a function of `disk_work.WORK` in `limit_s`, else is given up; raises StorageError."""
         with self._asking:
             answer = self._answer(line([name, *given]), limit_s)
         if not answer.endswith(b"\n"):

@@ -144,10 +144,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """The workers of a run since its last start, and all that one more of them is started with.
-
-    Each gets the same `greeting`; `last` is the greatest number of those that another host had.
-    """
+    """The workers since the last start, and what starts one more: the `greeting`, and `last`, the greatest number."""
 
     launch: LaunchSpec
     board: ProgressBoard

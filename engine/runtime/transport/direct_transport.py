@@ -190,10 +190,7 @@ class GroupEnd:
         self.cuts.waiter.wake()
 
     def fails_to(self, target: int, error: Exception) -> None:
-        """Ends every wait with the error of a message that could not be sent; any thread may call it.
-
-        An error of this worker's own device says nothing about the peer.
-        """
+        """Ends every wait with the error of a failed send; any thread may call. An own device error blames no peer."""
         if not isinstance(error, TransferFailedError) and not device_trouble(error):
             error = TransferFailedError(f"transfer to worker {target} failed: {error}", target)
         self.fails(error)
@@ -409,10 +406,7 @@ _UNKNOWN = memoryview(b"")  # the memory of a receive whose message tells its si
 
 
 def border_in(room: memoryview, border: Border) -> Border:
-    """Returns the border of a message that begins with its sizes, which are its first tensor then.
-
-    Sizes that no sender tells give a border of another length than the message.
-    """
+    """Returns the border of a message that begins with its sizes; impossible sizes give one of another length."""
     sizes = TensorSpec((sum(len(spec.shape) for spec in border),), torch.int64, needs_grad=False)
     numbers = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
     shapes = (tuple(islice(numbers, len(spec.shape))) for spec in border)
@@ -434,10 +428,7 @@ def _layout(border: Border) -> tuple[list[int], int]:
 
 
 def viewed(room: memoryview, border: Border) -> Tensors:
-    """Returns the tensors of `border` as views of the memory of their message.
-
-    Each has a version counter of its own, so changing one in place does not count as a change of the others.
-    """
+    """Returns the tensors of `border` as views of their message's memory, each with its own version counter."""
     whole = tensor_of(room)
     if len(border) == 1:
         (spec,) = border

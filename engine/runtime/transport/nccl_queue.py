@@ -156,10 +156,7 @@ class _Landing(NamedTuple):
 
 
 class IssueQueue:
-    """The messages of one group; `ranks` holds the rank of each member.
-
-    `connected` is called once every member has sent its first byte, before the first message.
-    """
+    """The messages of a group of these `ranks`; calls `connected` when all members have sent their first byte."""
 
     def __init__(
         self,

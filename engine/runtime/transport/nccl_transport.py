@@ -199,10 +199,7 @@ class NcclTransport:
         self._thread.give(self._issues.connect)
 
     def open(self, *, in_advance: bool) -> None:
-        """Waits until the ranks have joined and, unless in advance, their GPUs are connected.
-
-        Raises TransferFailedError if that fails, or the group is left.
-        """
+        """Waits until the ranks have joined and, unless in advance, are connected; raises TransferFailedError."""
         self._thread.give(partial(self._issues.join, self._begin))
         if in_advance:
             self._issues.has_joined.wait()

@@ -265,10 +265,7 @@ class Channel(Protocol[_Key_contra]):
         """Returns whether `take` would return at once."""
 
     def take(self, source: int, key: _Key_contra) -> Tensors:
-        """Waits for a posted message and returns its tensors.
-
-        Raises TransferFailedError if the connection broke, and the errors of the waiter.
-        """
+        """Waits for a posted message and returns its tensors; raises TransferFailedError and the waiter's errors."""
 
     def take_arrived(self, source: int, key: _Key_contra) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
@@ -293,10 +290,7 @@ class Traffic(NamedTuple):
 
 
 class Transport(Protocol):
-    """The messages of one worker in one group.
-
-    `epoch` is that of the next messages: a group may serve several epochs. The training loop sets it on entering one.
-    """
+    """The messages of one worker in one group; the training loop sets `epoch` for the next ones."""
 
     epoch: int
 

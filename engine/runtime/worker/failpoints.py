@@ -93,10 +93,7 @@ class Failpoints:
     def around_checkpoint(
         self, step: int, stages: Sequence[int], begin: Callable[[], None], finish: Callable[[], None]
     ) -> None:
-        """Writes stages for a checkpoint, with the strikes before, during and after it; raises as `at` does.
-
-        `begin` lets threads write; `finish` waits for them, which only a fault after the checkpoint needs.
-        """
+        """Writes stages by `begin`, and `finish` if a fault follows, with the strikes around; raises as `at` does."""
         actions = [Action(stage, Op.CHECKPOINT) for stage in stages]
         self._at_all(step, actions, "before")
         begin()
@@ -145,8 +142,7 @@ class Failpoints:
     def delay(self, step: int, action: Action, start_ns: int, waited_ns: int = 0) -> None:
         """Delays the end of an action: until the fault during it has struck, and by the factor of a slowdown.
 
-        The factor leaves out the time `waited_ns` that the action has waited for a core, as the pace of a worker does.
-        Raises the exceptions of `Control.wait_until`.
+        The factor leaves out `waited_ns`, the wait for a core. Raises the exceptions of `Control.wait_until`.
         """
         due, self._due = self._due, None
         if due is not None:

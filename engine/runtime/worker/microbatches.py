@@ -227,10 +227,7 @@ class MicrobatchLoader:
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
 
     def load(self, step: int, action: Action) -> Batch:
-        """Returns the microbatch of a forward on the device.
-
-        Raises UserError if it was loaded with other bits before.
-        """
+        """Returns a forward's microbatch on the device; raises UserError if it was loaded with other bits before."""
         batch = self._prepared.pop(action, None) or self._loaded(step, action)
         self._load_ahead(step, action)
         return on_device(batch, self._device)

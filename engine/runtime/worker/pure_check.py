@@ -127,10 +127,7 @@ class PureCheck:
         self._data_trial = DataTrial(self.job, self.data, self.worker)
 
     def run(self, stages: Mapping[int, TrialShare]) -> list[tuple[str, DigestByName]]:
-        """Tries this worker's share of the layers of some stages; returns the marks of each layer by name.
-
-        Raises UserError with all impure layers, and the data if they are impure.
-        """
+        """Tries this worker's share of some stages, returns the marks by layer; raises UserError for impure ones."""
         with set_back(self.device):
             loads = 0 in stages or self.job.slots - 1 in stages
             if loads:

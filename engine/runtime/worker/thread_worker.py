@@ -137,10 +137,7 @@ class ThreadBackend(DirectBackend):
 
 
 class WorkerThread:
-    """A worker in a thread of this process. All workers of one `life` were started together.
-
-    `fds` begin with those of its link, of the records and of the progress board.
-    """
+    """A worker in a thread, with those of its `life`; `fds` has its link, the records and the progress board."""
 
     def __init__(self, fds: Sequence[int], life: object, turn: Turn):
         link, *own = (os.dup(fd) for fd in fds[:4])
