@@ -223,11 +223,7 @@ def nccl_stand_in() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """What a launcher can know about the GPUs of its host.
-
-    `num_gpus` counts the visible ones, `names` are their models according to the driver, `torch_cuda` is the CUDA
-    version that torch was built with, if any, and `nccl` the version of NCCL, if it is from a wheel.
-    """
+    """What a launcher knows about its host's visible GPUs, the CUDA of its torch, and NCCL from a wheel."""
 
     num_gpus: int = 0
     names: tuple[str, ...] = ()

@@ -179,8 +179,7 @@ class CheckpointFolder:
     ) -> tuple[CheckpointName, ...]:
         """Returns the checkpoints older than the `keep` newest ones of their run, for one run or for all.
 
-        The caller knows that the newest one is good because it has just written it; or each one is verified first
-        (`is_verified`), and bad ones do not count.
+        With `is_verified` bad ones do not count; else the caller has just written the newest one.
         """
         by_run: dict[str, list[CheckpointName]] = {}
         for manifest, name in self._read_all(run, {} if is_verified else self._written)[0]:
@@ -302,11 +301,9 @@ _START = Path("/proc/sys/kernel/random/boot_id")  # changes with every boot
 
 @contextlib.contextmanager
 def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
-    """Claims a place for a run during the block; without a place, or in an object store, it claims nothing.
+    """Claims a place for a run during the block, unless it is an object store or empty; raises StorageError.
 
     `heir` is the folder with which another host continues the run: the run lives as long as one of its claims.
-
-    Raises StorageError if the folder cannot be written.
     """
     folder = folder_at(place) if place else None
     if folder is None:
@@ -328,9 +325,7 @@ def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
 def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tuple[str, ...]:
     """Removes the parts of dead runs that no manifest names, or only lists them (`is_trial`); returns their names.
 
-    If the user says that no run writes there (`believed`), only runs that provably live keep their parts.
-
-    Raises StorageError if the place cannot be read or written.
+    If the user says that no run writes (`believed`), only runs that provably live keep theirs. Raises StorageError.
     """
     checkpoints, folder = checkpoints_at(place), folder_at(place)
     disk = OwnDisk(folder or Path())

@@ -107,10 +107,10 @@ _HEARD_COMMIT = '"line":"{\\"event\\":\\"commit\\",'
 
 
 def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
-    """Returns the history of a run from its records; raises the errors of `read_events`.
+    """Returns the history of a run; raises the errors of `read_events`.
 
-    It has the actions by which recoveries are timed, or every action; `files` gives access to all of them. A run has
-    millions, and reading one as a record takes a hundred times longer than as bytes.
+    It has the actions by which recoveries are timed, or every one of millions, which takes a hundred times as long;
+    `files` gives access to all.
     """
     history, files, decisions = RunHistory(), StepReader(path.parent), ReplicatedDecisions(decoded)
     _add(history, recorded(path), decisions)

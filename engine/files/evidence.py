@@ -35,10 +35,7 @@ from engine.files.trajectory_file import trajectory_row
 
 
 def chain_flaws(run: Path, file: str) -> tuple[bool, list[Flaw]]:
-    """Returns whether the lines of a file in the folder of a run are linked, and where a chain breaks.
-
-    Raises the errors of `evidence`, except for a missing file.
-    """
+    """Returns whether the lines of a file are linked, and where the chain breaks; raises the errors of `evidence`."""
     chains = Chains()
     try:
         for line in evidence_lines(run, file):
@@ -61,10 +58,7 @@ _MOST_TORN = 1_000
 
 
 class HashFiles:
-    """The hashes that workers reported, in a `folder` of a run such as ``twin/``, in files of `span` steps.
-
-    One file at a time is in memory. Flaws in files that are read are added to `flaws`.
-    """
+    """The hashes in a `folder` of a run, in files of `span` steps, one in memory; adds their `flaws`."""
 
     def __init__(self, run: Path, folder: str, span: int, flaws: list[Flaw]):
         self._run, self._folder, self._span, self._flaws = run, folder, span, flaws

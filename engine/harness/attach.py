@@ -206,10 +206,7 @@ class _Events:
         return bool(self._log.epochs)
 
     def steps_a_second(self) -> int:
-        """Returns the number of steps per second, the time that a launcher takes to read a request.
-
-        Waits for the first few commits, but not for long, because slow steps do not outrun the launcher.
-        """
+        """Returns the steps per second while a launcher reads a request, after a short wait for the first commits."""
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
             rest(_POLL_S)

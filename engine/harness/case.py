@@ -152,10 +152,7 @@ def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> st
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures.
-
-    `is_scenario`: the command is `bamboo inject`, whose exit code is that of the case, not `bamboo run`.
-    """
+    """The result of a case; `is_scenario`: of `bamboo inject`, whose exit code is that of the case, not of the run."""
 
     folder: Path
     faults: tuple[Fault, ...]

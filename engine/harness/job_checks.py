@@ -125,13 +125,7 @@ def _blocks(job: Job) -> BlockChoice:
 
 
 # For commands that only build the program.
-named = JobParts(
-    _named_problems,
-    _argument_names,
-    acts_on=("schedule",),
-    blocks=_blocks,
-    defaults=job_defaults,
-)
+named = JobParts(_named_problems, _argument_names, acts_on=("schedule",), blocks=_blocks, defaults=job_defaults)
 # Also checks the partition of the model, the modules of user code, and the place of checkpoints.
 offered = JobParts(
     lambda job: [

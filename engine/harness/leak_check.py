@@ -23,10 +23,7 @@ _POLL_S = 0.01
 
 
 class LeakCheck:
-    """The state of the host before a run; after the run, `left` returns the differences.
-
-    Only processes that were started after `mark_processes` count.
-    """
+    """The host before a run; `left` returns what differs after it, of processes since `mark_processes`."""
 
     def __init__(self) -> None:
         self._mark = os.environ[_VARIABLE]

@@ -255,13 +255,7 @@ def _age_s(path: Path) -> float:
 
 
 def export_weights(
-    where: str,
-    results: Path,
-    output: Path,
-    say: Callable[[str], object],
-    *,
-    for_dcp: bool = False,
-    ema: bool = False,
+    where: str, results: Path, output: Path, say: Callable[[str], object], *, for_dcp: bool = False, ema: bool = False
 ) -> dict[str, Any]:
     """Writes the weights of a run's newest good checkpoint, or of one step, and returns facts about it.
 

@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LostState:
-    """The loss of a state.
-
-    `workers` is the number of workers when every slot last had its shadows. `gone` describes each worker lost since
-    then; `hung` has those that hung. Without redundancy shadows are never restored, so that was the start of the run.
-    """
+    """The loss of a state, since every slot last had its shadows: the number of workers then, those gone and hung."""
 
     job: Job
     workers: int

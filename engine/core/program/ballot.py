@@ -22,10 +22,9 @@ from engine.core.ownership import Ownership, Slot
 
 # Votes for the commit of a step: one message of each worker, with the votes of all its replicas.
 #
-# In every program the COMMITs of a worker stand together behind its last LOG, and no action but STEP needs a vote. So
-# the one message can be sent with the last COMMIT: no other worker waits for it sooner, and the commit needs the last
-# vote in any case. Only the marks of very many microbatches need a second message. The measured times and sizes in a
-# vote decide nothing about the step: the policy goes by them later.
+# The COMMITs of a worker follow its last LOG in every program, and only STEP needs a vote. So one message goes with the
+# last COMMIT: no other worker waits for it sooner. Only the marks of very many microbatches need a second one. The
+# measured times and sizes in a vote decide nothing about the step; the policy uses them later.
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,10 +73,9 @@ def build_program(
 
 @lru_cache(maxsize=4)
 def baseline(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Baseline | None:
-    """Returns what the repair of a step with these owners looks up; None if such a step is always planned from scratch.
+    """Returns what the repair of a step looks up; None for shards, slices, and if all workers run all forwards first.
 
-    It is with shards or slices, and if all workers run all forwards first: merged in that order, two stages take up to
-    a fifth longer than in the order of the planner.
+    Merged in that order, two stages take up to a fifth longer than in the order of the planner.
     """
     if grid.fsdp or grid.slices > 1:
         return None

@@ -68,10 +68,7 @@ def carried(action: Action) -> Value:
 
 
 def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple[int, Action], ...]:
-    """Returns the actions of other workers that run together with this one: each waits until the others have begun.
-
-    A worker that owns a stage in several pipelines runs the action once, with the first of these pipelines.
-    """
+    """Returns the actions of other owners, each in its first pipeline, that begin before any of them runs."""
     if not OP_TABLE[action.op].meets:
         return ()
     return tuple(

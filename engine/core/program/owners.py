@@ -1,8 +1,8 @@
 """The step of the owners alone: compute actions and transfers, made for the workers that are asked for.
 
-A worker of a thousand needs its own part of a step and those of its peers. The list of a worker follows from the shape
-of the job, and its transfers from the lists of the owners beside its slots: they make what it takes, and take what it
-makes. Whoever walks through all parts, as the dry run does, gets them from one pass over the whole step.
+A worker of a thousand needs its own part of a step and those of its peers. Its list follows from the shape of the job,
+and its transfers from the lists of the owners beside its slots. A walk through all parts, such as the dry run, gets
+them from one pass over the whole step.
 
     asked for worker 5    the lists of workers 4, 5 and 6, and the transfers between them; of these the part of worker 5
 """

@@ -156,20 +156,17 @@ class _Exchange:
 
 # The pass that adds redundant forwards: the first shadow of a slot runs the slot's forwards while it would wait.
 #
-# Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline or runs the forwards of
-# that stage again too, or the slot is of stage 0, whose input is data. So the pass adds no transfer. A worker's own
-# actions keep their order and come first. A redundant forward that is ready fills a gap, lowest microbatch first;
-# without a gap it stands behind the last backward. The gaps are those of a run with the given costs. Worker 0 shadows
-# stage 1:
+# Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline or runs its forwards
+# again too, or the slot is of stage 0, whose input is data. So the pass adds no transfer. A worker's own actions keep
+# their order and come first; a redundant forward that is ready fills a gap, lowest microbatch first, or stands behind
+# the last backward. The gaps are those of a run with the given costs. Worker 0 shadows stage 1:
 #
 #     worker 0   0F0 0F1 1F0 1F1 0B0      0B1
 #     worker 1       1F0 1B0     1F1 1B1
 #
-# A redundant forward without a gap makes the step longer wherever it stands. So some of them stand sooner, where a kill
-# finds them done: one behind each of the first backwards that a forward follows. All workers do so, and wait for each
-# other no longer than one forward. If that makes the step longer than before, the pass undoes it.
-#
-# The pass comes before that of the transfers, which gives no transfer to a redundant forward.
+# A redundant forward without a gap makes the step longer wherever it stands. So some stand sooner, where a kill finds
+# them done: one behind each of the first backwards that a forward follows. If that makes the step longer than before,
+# the pass undoes it.
 
 _Task = tuple[int, Action]  # (worker, action)
 
@@ -240,10 +237,7 @@ def lazy_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ())
 
 
 def overhead_floor(num_stages: int, num_microbatches: int, forward: float, backward: float) -> float:
-    """Returns the least share by which redundant forwards lengthen 1F1B, for equal stages on workers without overlap.
-
-    A worker computes for M (2F + B), and the last but one cannot begin before (P - 2) F.
-    """
+    """Returns by what share redundant forwards at least lengthen 1F1B: M (2F + B), and (P - 2) F before the last."""
     excess = (num_microbatches - 1) * forward - (num_stages - 1) * backward
     return max(0.0, excess) / ((num_microbatches + num_stages - 1) * (forward + backward))
 
@@ -276,17 +270,16 @@ def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) ->
 
 # The pass that streams accumulators: every c microbatches the owner of a slot sends its accumulator to the shadows.
 #
-# The owner sends behind the backward, or its part for the weights, and behind the send of the backward's gradient. It
-# does not send behind the last backward, where the log follows. A shadow takes a stream at the first place that, in a
-# run with the usual costs, is one forward later than the send; at the latest behind all its compute actions. So the
-# shadow seldom waits, and the order is that of a valid run.
+# The owner sends behind the backward (or its part for the weights) and the send of its gradient, but not behind the
+# last backward, where the log follows. A shadow takes a stream at the first place that, in a run with the usual costs,
+# is one forward later than the send; at the latest behind all its compute actions. So the shadow seldom waits.
 #
 #     owner    1B0 1SEND_B0 1STREAM0 1F3 ...
 #     shadow            2B0          2F3 1STREAM0 ...
 #
-# No stream stands inside a pair of a forward and a backward (`schedules.py`). A shadow's forward is left out if the
-# shadow has already taken a stream of that microbatch or a later one. Only whole steps stream, not the plan of a
-# recovery. A shadow that is healing takes no stream.
+# No stream stands inside a pair (`schedules.py`). A shadow's forward is left out if it has taken a stream of that
+# microbatch or a later one. Only whole steps stream, not the plan of a recovery; a shadow that is healing takes no
+# stream.
 
 _UNDER_WAY = 1.0  # in forwards
 
@@ -411,10 +404,9 @@ def _on(op: Op, slot: Slot) -> Action:
 #     owner    ... last backward  REDUCE_GRAD  LOG  COMMIT  STEP
 #     shadow   ...                             LOG  COMMIT  STEP
 #
-# The owner of a slot sends its state to a new shadow before the owner's first wait, so the state arrives even if other
-# workers fail later. It cannot be sooner on the first stage: the other workers wait for its first forwards. The shadow
-# receives the state behind its last SEND or UNSHARD: from there on other workers wait for it at the end of the step
-# only.
+# The owner of a slot sends its state to a new shadow before its own first wait, so it arrives even if other workers
+# fail later. The shadow receives it behind its last SEND or UNSHARD: from there on others wait for it at the end of the
+# step only.
 
 _MEETS = frozenset(op for op, row in OP_TABLE.items() if row.meets)
 _MAY_WAIT = _MEETS | {op for op, row in OP_TABLE.items() if any(term.at is Where.WIRE for term in row.needs)}

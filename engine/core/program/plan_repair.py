@@ -8,8 +8,8 @@ fence is sent again, in front. Suppose worker 2 died, the owner of stage 2, and 
     worker 1   2F3 2SEND_F3 2B2 1B2 1RECV_F4 1F4 ...  merged: the rest of its own program, and what is left of stage 2
     worker 3   3SEND_B2  3RECV_F3 3F3 ...             as worker 0; the activations come from worker 1 now
 
-The order of a successor is that of the starts in a dry run of a whole step. So all programs are in the order of one run
-without a failure, and no worker waits in a circle. Work that is redone stands in front, because it started first.
+A successor runs in the order of the starts in a dry run of a whole step. So all programs are in the order of one run
+without a failure, and no worker waits in a circle. Work that is redone comes first, because it started first.
 
 Inventories decide here too: a worker has done what it has counted, and it is where its program has that behind it.
 `repaired` returns None where the planner has to plan the step: a worker that lost a slot while it lives, a value that
@@ -117,11 +117,7 @@ def _require(condition: object, why: str) -> None:
 
 
 def repaired(
-    base: Baseline,
-    ownership: Ownership,
-    step: int,
-    inventories: Sequence[Inventory],
-    done: Collection[Slot],
+    base: Baseline, ownership: Ownership, step: int, inventories: Sequence[Inventory], done: Collection[Slot]
 ) -> tuple[ProgramRest, ...] | None:
     """Returns how every member continues in `step`, without handoffs and shards; None if the planner has to plan it.
 
@@ -187,12 +183,7 @@ class _Repair:
     """What a repair has found and decided, part by part."""
 
     def __init__(
-        self,
-        base: Baseline,
-        ownership: Ownership,
-        step: int,
-        inventories: Sequence[Inventory],
-        done: Collection[Slot],
+        self, base: Baseline, ownership: Ownership, step: int, inventories: Sequence[Inventory], done: Collection[Slot]
     ):
         self._base, self._ownership, self._done = base, ownership, done
         self._inventories = {

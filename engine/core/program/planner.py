@@ -8,9 +8,6 @@ needs none either: the planner runs again, on new inventories.
 
     inventories -> tasks that are left -> order on each worker, replay first -> transfers -> end of the step
 
-Where the programs that were running can go on, only what the failure touched is planned (`plan_repair.py`); the plan
-that is made from scratch stays as its measure.
-
 Inventories decide, not the ownership: a replica counts if it is whole. The LOGGED values of a group of tied stages
 count only if the owners of all slots of the group hold them; else the accumulators go on from their counters.
 """

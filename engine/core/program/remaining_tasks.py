@@ -111,10 +111,10 @@ class _MakersOfValues(dict[tuple[Kind, int, int], _Makers]):
 #
 # The forwards of a slot run in microbatch order, and so do its backwards. A forward of microbatch m waits for the
 # backward of m - w, so a slot keeps the residuals of w microbatches. This cannot deadlock: a microbatch waits for
-# itself and for earlier ones only. The window w counts runs, from the slot to the end of its pipeline; a run is the
-# consecutive slots of one owner. So equal runs take the time of 1F1B with one slot each, and keep as much. A run that
-# is twice as long as another one would wait while the pipeline fills. So there windows are one more, up to the number
-# of shortest runs that the slots to the end would make.
+# itself and for earlier ones only. The window w counts runs, the consecutive slots of one owner, from the slot to the
+# end of its pipeline: equal runs take the time of 1F1B with one slot each, and keep as much. A run that is twice as
+# long as another would wait while the pipeline fills, so there windows are one more, up to the number of shortest runs
+# that the slots to the end would make.
 #
 # Slices make the window longer by all but one of them: the backward of the last slice of a microbatch comes first.
 #

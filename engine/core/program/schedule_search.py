@@ -110,8 +110,7 @@ def searched(
 ) -> SearchResult:
     """Returns the shortest schedule in which a worker stashes at most `memory` microbatches of its layers (>= 1).
 
-    Without `memory` the hungriest named schedule sets the limit. All lists that are tried have `steps` actions
-    together.
+    By default the hungriest named schedule is the limit; the lists that are tried have `steps` actions together.
     """
     num_workers = stages // stages_per_worker
     fitting = {

@@ -311,8 +311,7 @@ RULES: dict[type[Message], MessageRule] = {
 
 # Leaving: the way out of each worker that has given notice, said at once, and carried out when its time comes.
 #
-# Rule: the ways are looked at with each notice and at each tick of the clock. Inside a step a worker hands over only
-# while training runs; else the next tick looks again.
+# Rule: they are checked with each notice and each tick. Inside a step a worker hands over only while training runs.
 
 
 def report_irreplaceable(state: CoordinatorState) -> Decided:
@@ -383,9 +382,9 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
 #                      <------------------------ VoteMessage  every replica is ready for the optimizer
 #                      CommitMessage ---------------------->  run the optimizer
 #
-# Rules: the driver writes a state for which `is_to_be_kept` holds to the store, by compare-and-swap on the state
-# before, and then carries out the outputs. A message of a worker that is out is ignored: the worker may not know yet
-# that it is out. Messages without a rule are no matter of the coordinator.
+# Rules: the driver writes a state for which `is_to_be_kept` holds to the store, by compare-and-swap on the one before,
+# and then carries out the outputs. Messages of an evicted worker are ignored: it may not know yet. Messages without a
+# rule do not concern the coordinator.
 
 
 def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:

@@ -222,8 +222,8 @@ class CoordinatorState(NamedTuple):
 def begin(job: Job, membership: State, now_ns: int, before: Monitors = NO_MONITORS) -> CoordinatorState:
     """Returns the first state of a coordinator, with the first state of the membership protocol.
 
-    The last step of a checkpoint, which had the monitors `before`, counts as told: every worker begins after it. It
-    counts as validated too, unless a figure of its validation is needed.
+    The last step of a checkpoint, which had the monitors `before`, counts as sent, and as validated unless it is
+    needed.
     """
     begun, rules = membership.committed, monitor_rules(job)
     told = CommitMessage(begun, 1.0, "step") if begun >= 0 else None
@@ -246,12 +246,7 @@ def commit_message(commit: Commit, then: Literal["step", "end", "epoch"], *, kee
 
 
 def first_state(
-    job: Job,
-    ownership: Ownership,
-    at_ns: int,
-    begun: int = -1,
-    later_ns: int = 0,
-    before: Monitors = NO_MONITORS,
+    job: Job, ownership: Ownership, at_ns: int, begun: int = -1, later_ns: int = 0, before: Monitors = NO_MONITORS
 ) -> CoordinatorState:
     """Returns the coordinator's state before a worker joins; exits may be seen `later_ns` later than on one host.
 

@@ -19,9 +19,9 @@ RecoveryPhase = Literal["detect", "agree", "fence", "regroup", "inventory", "pla
 
 # The evidence on a worker from outside: the kernel's accounts of its process, and its line of the board.
 #
-# Rules: evidence needs no answer of the worker, so it also tells of a process in which one thread holds Python's lock.
-# A worker loads data in its main thread, or ahead in another one; neither is a reason to put it out. Time without looks
-# is no evidence: each process that looks at workers leaves it out.
+# Rules: evidence needs no answer of the worker, so it also covers a process in which one thread holds Python's lock. A
+# worker loads data in its main thread, or ahead in another one; neither is a reason to evict it. Time without looks is
+# no evidence.
 
 
 _STOPPED = ("T", "t")

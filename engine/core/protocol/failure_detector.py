@@ -7,10 +7,10 @@
     silent, and it runs (a thread holds Python's lock)                    out after five times that
     it loads data                                                         never out, unless it is stopped
 
-Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator judges by time that
-it has watched: time in which it slept, and all before it took over, does not count. A worker from whose host nothing
-comes is not judged either: the loss of a host is one verdict. The silence of a worker on another host is what its agent
-there has seen: between two signs it does not grow.
+Rules: a waiting worker never hangs, because one stopped worker makes all others wait. Only time that the coordinator
+has watched counts, not time in which it slept or before it took over. A worker on a silent host is not judged: the loss
+of a host is one verdict. For a worker on another host the silence is what its agent there has seen; between two signs
+of life it does not grow.
 """
 
 from __future__ import annotations

@@ -185,10 +185,7 @@ CoordinatorOutput = (
 
 
 def recorded_first(outputs: Iterable[CoordinatorOutput]) -> list[CoordinatorOutput]:
-    """Returns outputs with the record of a commit before all others: each host hears of a commit before its workers do.
-
-    So a vote of a host's worker proves that the host has heard of all steps before, and its results can go on.
-    """
+    """Returns outputs with the record of a commit in front: a worker's vote then proves that its host knows it."""
     return sorted(
         outputs, key=lambda output: not (isinstance(output, Write) and isinstance(output.record, CommitRecord))
     )

@@ -19,14 +19,7 @@ from engine.core.checkpoint_rules import keeps
 from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
 from engine.core.exclusion import Cause, Exclusion, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
-from engine.core.history.run_records import (
-    CommitRecord,
-    CrampedRecord,
-    EpochRecord,
-    GoRecord,
-    HeirsRecord,
-    PlanRecord,
-)
+from engine.core.history.run_records import CommitRecord, CrampedRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.job.job import is_due
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
@@ -76,12 +69,11 @@ from engine.core.texts import numbered
 
 # The rule of equal ends, and survivable exceptions: when the cause is the user's code, and not a worker.
 #
-# Rules: a second worker that hangs, or exits with the same code, in the action in which another one did, shows that the
-# cause is the user's code: it would end one heir after the other. So does the same exception of a second worker in the
-# same step. A worker that an injected fault struck does not count. An error of a GPU is a loss like any death, also of
-# a worker without an heir. Several GPUs may fail at once, as behind one switch; but an heir whose GPU has the same
-# trouble with the same slots shows that a kernel of the model is the cause. After the last commit no exception ends the
-# run: every step is committed, and only results of the last step can be lost.
+# Rules: a second worker that hangs, or exits with the same code, in the same action shows that the user's code is the
+# cause: it would end one heir after the other. So does the same exception of a second worker in the same step. A worker
+# struck by an injected fault does not count. An error of a GPU is a loss like any death, even without an heir, and
+# several may fail at once, as behind one switch; but an heir whose GPU has the same trouble with the same slots shows
+# that a kernel of the model is the cause. After the last commit no exception ends the run.
 
 
 _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose processes live
@@ -163,13 +155,13 @@ def _where(state: CoordinatorState, worker: int) -> str:
 #     commit: with all answers, commit + epoch + start are one decision; else the usual messages of a recovery
 #
 # Rules: the protocol is pure, so its table can be applied to events that have not happened yet. The inventories follow
-# from the commit: every replica has voted for it and is therefore whole at the boundary, and no worker has begun the
-# next step. If another event comes first, the prepared epoch is not used. An answer counts only for the plan that the
-# commit then needs. No worker waits for an answer: if one is missing, the epoch comes one step later, provided that the
-# grace of each leaving worker is long enough, and one step only. Another coordinator prepares anew.
+# from the commit: every replica has voted, so it is whole at the boundary, and no worker has begun the next step. If
+# another event comes first, the prepared epoch is dropped. An answer counts only for the plan that the commit then
+# needs. No worker waits for an answer: if one is missing, the epoch comes one step later, once, and only if the grace
+# of each leaving worker allows it. A new coordinator prepares again.
 #
-# In an elastic job a leaving worker with much time keeps its slots for some steps, until the owners that the policy
-# wants hold whole replicas. So the slots move once, and not to a shadow first.
+# In an elastic job a leaving worker with much time keeps its slots for some steps, until the wanted owners hold whole
+# replicas: the slots then move once.
 
 _STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
 _STEPS_TO_SETTLE = 5  # in which the policy is asked, the members learn of its wish, and replicas are sent

@@ -117,10 +117,7 @@ def left_ns(
 
 
 def chosen_ships(source: PlanInput, mode: str, bytes_per_s: float, left: Mapping[int, int]) -> tuple[Ship, ...]:
-    """Returns the residuals to send; with `auto` those of the plan that ends first in a dry run.
-
-    In a large job, whose plans take long to make, each is compared with its own forward only.
-    """
+    """Returns the residuals to send; with `auto`, in a job of some size, those of the plan that ends first."""
     given = source.ownership, source.committed + 1, source.inventories
     one, grid = ships_in(*given, mode, bytes_per_s, left), source.ownership.grid
     if mode != "auto" or grid.stages * grid.pipelines * grid.microbatches > _MOST_COMPARED:

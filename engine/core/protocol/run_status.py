@@ -189,8 +189,7 @@ UNDER_WAY = (STARTING, RUNNING, COMPARING, CHECKING)  # phases of a run that has
 def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     """Returns the status of a run after its last record."""
     epoch = history.epochs[-1].epoch if history.epochs else 0
-    ends = worker_ends(history)
-    cut = history.first(PartitionRecord)
+    ends, cut, deadly = worker_ends(history), history.first(PartitionRecord), history.of(DeadlyRecord)
     workers = tuple(_worker(each, history, ends.get(each.of)) for _, each in sorted(last_starts(history).items()))
     return RunStatus(
         run_id,
@@ -207,14 +206,8 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         data_epoch=epoch_at(history.job, history.committed + 1, cut.samples if cut else 0),
         data_epochs=history.job.epochs,
         policy=tuple(_policy(history)),
-        deadly=_deadly(history),
+        deadly=deadly[-1].text if deadly and deadly[-1].hosts and history.training_ended is None else "",
     )
-
-
-def _deadly(history: RunHistory) -> str:
-    """Returns the deadly hosts in words, by the last record about them; empty without one, and after training."""
-    records = history.of(DeadlyRecord)
-    return records[-1].text if records and records[-1].hosts and history.training_ended is None else ""
 
 
 def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:

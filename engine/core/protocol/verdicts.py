@@ -1,13 +1,12 @@
 """Verdicts: the workers that are out, the heirs of their slots, and the halt of a job.
 
 Rules: each verdict, even an empty one, makes a new epoch, which begins without inventories. The heir of a slot is the
-first of these workers that is a member: a shadow that stays, a worker that holds the stage in another pipeline and
-stays, a shadow or such a worker that is leaving. Slots of dead workers move at once, and so do those of workers that
-hand over inside the step, if a staying worker holds them; those of other leaving workers, and
-those with another wanted owner, at a step boundary, to a worker with a whole replica. Wanted owners without one become
-shadows in the next step that heals; then all of them take over at once. A shadow that was healed in the open step
-becomes known by its inventory and then counts as well. A slot is therefore lost only after all inventories have come,
-or at once if the job has no shadows.
+first of these members: a shadow that stays, a worker that holds the stage in another pipeline and stays, a shadow or
+such a worker that is leaving. Slots of dead workers move at once, and those of workers that hand over inside the step,
+if a staying worker holds them. Those of other leaving workers, and those with another wanted owner, move at a step
+boundary to a worker with a whole replica; wanted owners without one become shadows in the next step that heals, then
+all take over at once. A shadow healed in the open step counts once its inventory shows it. So a slot is lost only after
+all inventories have come, or at once if the job has no shadows.
 """
 
 from __future__ import annotations

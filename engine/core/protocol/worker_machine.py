@@ -206,10 +206,7 @@ def keeps(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def audit(state: WorkerState, commit: messages.CommitMessage, slots: tuple[Slot, ...]) -> tuple[Output, ...]:
-    """Returns the order to send the hashes of these slots, if an audit is due after the step.
-
-    With shards a member must be in its group for it: they are gathered. An epoch that ends this wait begins with it.
-    """
+    """Returns the order to send the hashes of these slots, if an audit is due after the step."""
     is_asked = commit.keep or is_due(state.audit_every, commit.step, commit.then == "end")
     return (Audit(commit.step, slots),) if is_asked and slots else ()
 
@@ -306,8 +303,8 @@ def changes_group(state: WorkerState, epoch: EpochMessage) -> Stepped:
 #     GoMessage ->     RUNNING    the rest of the open step by the plan, when the group is formed
 #
 # Rules: from its inventory to the plan or a newer epoch, a worker takes no step and no commit. A prepared epoch begins
-# with a commit and names a plan that every member has made in advance, from the inventories after that commit. No
-# inventory is sent, and a worker with another inventory stops.
+# with a commit and names a plan that every member made in advance, from the inventories after that commit; a worker
+# with another inventory stops.
 
 
 def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:

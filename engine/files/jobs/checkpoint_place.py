@@ -40,11 +40,10 @@ class ResumedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlace:
-    """Checkpoints: all in a folder or at a URL, or those of one run; of one step, or of all.
+    """Checkpoints: all in a folder or at a URL, or those of one `run`; of one step, or of all.
 
-    `run` is the name of the run whose checkpoints count, empty for all. A `heir` began after one of them, and its job
-    goes on from there. `asked` is the folder's name of the run that stands for them, and `job` its job; both are empty
-    without one.
+    The job of a `heir` continues from one of them. `asked` is the folder's name of the run that stands for them, and
+    `job` its job.
     """
 
     folder: CheckpointFolder
@@ -176,10 +175,7 @@ def place_problems(job: Job) -> list[Problem]:
 
 
 def refuse_unwritable(job: Job, in_process: bool = False) -> None:
-    """Writes and removes a file in the place that the user names for checkpoints; raises UserError if that fails.
-
-    A store in the memory of one process is refused too, unless the workers are threads of it: `in_process`.
-    """
+    """Writes and removes a file in the place for checkpoints; raises UserError, also for memory of another process."""
     if not job.checkpoints or not keeps_any(job.checkpoint_every):
         return
     if is_url(job.checkpoints) and is_private(job.checkpoints) and not in_process:

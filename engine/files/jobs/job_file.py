@@ -53,10 +53,9 @@ def spans_of(given: Iterable[FieldValue]) -> dict[str, str]:
 
 
 def in_steps(job: Job, layers: Sequence[Layer], spans: Mapping[str, str], offered: JobParts) -> Job:
-    """Returns the job with steps in the place of epochs; `steps` of a later layer counts instead of `epochs`.
+    """Returns the job with steps in place of epochs, unless a later layer, or a record, has steps.
 
-    The record of a run has both, and its steps stay. Raises UserError if another layer has both, and for epochs of data
-    without an end.
+    Raises UserError if another layer has both, and for epochs of data without an end.
     """
     by_epochs = _goes_by_epochs(job, layers)
     if by_epochs is None:

@@ -44,10 +44,7 @@ def secret_arguments(job: Job) -> list[str]:
 
 
 def explain(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
-    """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own.
-
-    Secret values are masked. With NCCL, the variables that its workers set follow.
-    """
+    """Returns (field, value, origin) of each field and argument, secrets masked, and of NCCL's variables."""
     job = resolved.job.masked
     rows: list[tuple[str, object, str]] = []
     for field in fields(Job):

@@ -90,10 +90,7 @@ def shown_path(path: Path) -> str:
 
 @dataclass(slots=True)
 class ScenarioJobs:
-    """Finds the layers of the jobs of one file, and reads each job file once.
-
-    `path` is the scenario or matrix file, `settings` are the ``FIELD=VALUE`` of each ``--set``.
-    """
+    """Finds the job layers of one scenario or matrix file, with these `settings`; reads each job file once."""
 
     path: Path
     settings: Iterable[str] = ()
@@ -152,11 +149,9 @@ def _own_fields(part: Document) -> Layer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedScenario:
-    """A scenario with its file, the faults that its seed draws, and the source of its job.
+    """A scenario with its file, the faults of its seed, and the source of its job; no `document` if a program made it.
 
-    `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job, and
-    `foreign` has the values that a run takes with ``--trust-code`` only. A scenario that a program made has no
-    `document`.
+    `settings` overrode its job, `origins` has the place of each value, `foreign` those that need ``--trust-code``.
     """
 
     path: Path

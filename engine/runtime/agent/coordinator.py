@@ -160,12 +160,7 @@ class Node:
     """This host in the store of one run; its agent is the coordinator. A thread may keep its lease, then `kept`."""
 
     def __init__(
-        self,
-        kv: KV,
-        first: CoordinatorState,
-        now_ns: int,
-        kept: Lease | None = None,
-        ttl_s: int = LEASE_TTL_S,
+        self, kv: KV, first: CoordinatorState, now_ns: int, kept: Lease | None = None, ttl_s: int = LEASE_TTL_S
     ):
         self.name = socket.gethostname()
         self._kv = kv

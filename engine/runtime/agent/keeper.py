@@ -40,10 +40,10 @@ def place_of(job: Job, run: str) -> str:
 
 
 class Keeper(HelperProcess):
-    """The keeper of the checkpoints of a run, as a context; `start` starts one, which gets a descriptor.
+    """The keeper of the checkpoints of a run in `folder`, as a context; `start` starts it with a descriptor.
 
-    `folder` is that of the run, `heir` the name of the one with which another host goes on with it. The main thread
-    starts a keeper. Any thread asks, one at a time.
+    `heir` names the folder with which another host continues. The main thread starts it; any thread asks, one at a
+    time.
     """
 
     def __init__(self, start: StartAway, job: Job, folder: str, heir: str = ""):

@@ -157,10 +157,9 @@ def _become(name: str, work: Callable[[int], object], fd: int) -> NoReturn:
 
 
 def answered(place: str, work: Callable[[], Any], limit_s: float = 0.0) -> Any:
-    """Returns the result of a work on a disk, plain values, which a fork of this process does.
+    """Returns the plain result of a work on a disk, done by a fork; raises its errors.
 
-    Raises the errors of the work, and StorageError if `place`, on that disk, does not answer within the limit, by
-    default `LIMIT_S`.
+    Raises StorageError if `place`, on that disk, does not answer within the limit, by default `LIMIT_S`.
     """
 
     def tell(fd: int) -> None:

@@ -217,10 +217,10 @@ class RunState:
     def error_of(
         self, member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, has_commit: bool
     ) -> BambooError:
-        """Returns the error that a worker's last message reports.
+        """Returns the error of a worker's last message.
 
-        An exception of the user's code before the first commit is the user's mistake: no training is lost. A job that
-        does not fit into its GPUs lacks something of the machine.
+        Before the first commit, an exception of the user's code is the user's mistake, and too little GPU memory is the
+        machine's.
         """
         if isinstance(last, RefusedMessage):
             return UserError(last.problems)
@@ -418,10 +418,9 @@ class InheritedRun(NamedTuple):
 
 
 class FailoverContext(NamedTuple):
-    """What a session has beside its servers: its scribe; on a host of several a lease and a run to go on with.
+    """What a session has beside its servers: a scribe, else it waits for the disk itself; with several hosts a lease.
 
-    A thread keeps the lease. The `folder` is there if this host has served another one before. Without a run all
-    workers begin again. Without a scribe this process waits for the disk itself.
+    `folder` and `taken` are of a run to continue; without `taken` all workers begin again.
     """
 
     lease: Lease | None = None

@@ -80,10 +80,9 @@ class LinkCuts:
     def cut(
         self, peer: int, direction: str, for_ns: int | None = None, met: Callable[[str], None] = lambda way: None
     ) -> bool:
-        """Cuts the connection to a member ("there", "back" or "both") for a time, or with None until it is healed.
+        """Cuts the connection to a member ("there", "back" or "both") for a time, or None until it is healed.
 
-        Returns False if the current group has no such member. `met` is called with the direction of the first message
-        that is held back.
+        Returns False if the current group has no such member; `met` gets the direction of the first message held back.
         """
         with self._lock:
             traffic = self._group.traffic().get(peer) if self._group is not None else None
@@ -135,10 +134,7 @@ class LinkCuts:
 
 
 class GroupEnd:
-    """The part of a transport that every backend shares: arrivals, failures, counts, cuts; `members` includes this one.
-
-    Messages are on the host; arriving ones are copied to `device`, and outgoing ones from it.
-    """
+    """What all backends share: arrivals, failures, counts, cuts; messages are on the host, tensors on `device`."""
 
     in_order: Channel[ProgramKey]
     aside: Channel[AsideKey]

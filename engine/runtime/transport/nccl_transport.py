@@ -37,15 +37,7 @@ from engine.runtime.transport.direct_transport import (
 )
 from engine.runtime.transport.nccl_library import Communicators, Opening
 from engine.runtime.transport.nccl_queue import NUM_FIELDS, Header, IssueQueue, NcclThread, Ready
-from engine.runtime.transport.transport import (
-    AsideKey,
-    Border,
-    Channel,
-    Issued,
-    ProgramKey,
-    ProgramPurpose,
-    Traffic,
-)
+from engine.runtime.transport.transport import AsideKey, Border, Channel, Issued, ProgramKey, ProgramPurpose, Traffic
 
 ABORT_S = 10.0  # to revoke a communicator, and to abort it
 ENDS_ITSELF = "NCCL did not abort the communicator of a group in time"

@@ -44,10 +44,7 @@ from engine.runtime.transport.link_wire import Met, Wire, disturbed
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous host tensor, and keeps it alive.
-
-    It creates no tensor: every call into torch is slow in a process that has just woken up.
-    """
+    """Returns the bytes of a contiguous host tensor, and keeps it alive, without a call into torch, which is slow."""
     memory = _array(tensor.nbytes).from_address(tensor.data_ptr())
     memory.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
@@ -66,8 +63,7 @@ def host_room(size: int) -> memoryview:
 def tensor_of(memory: memoryview) -> Tensor:
     """Returns the tensor behind this memory, or part of it, of `memory_of`.
 
-    It has to be the same tensor: torch tracks pinned memory by its storage, and would reuse it before copies made from
-    another storage at the same address are complete.
+    It must be the same one: torch tracks pinned memory by its storage, and would reuse that before copies are complete.
     """
     return memory.obj.tensor  # type: ignore[attr-defined]
 
@@ -188,11 +184,7 @@ class PeerLink:
     """The link to worker `peer`; it has no ends until the agent has created them."""
 
     def __init__(
-        self,
-        peer: int,
-        mailbox: Mailbox[Any, memoryview],
-        room_of: Callable[[int], memoryview],
-        on_arrival: OnArrival,
+        self, peer: int, mailbox: Mailbox[Any, memoryview], room_of: Callable[[int], memoryview], on_arrival: OnArrival
     ):
         self.peer = peer
         self.ends: Ends | None = None

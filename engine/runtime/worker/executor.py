@@ -18,7 +18,7 @@ from functools import partial
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, STASH_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.history.run_records import HostLinkRecord, RedoneRecord, TensorsRecord
+from engine.core.history.run_records import HostLinkRecord, RedoneRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.compute_times import BORDER_OPS, ComputeTimes
@@ -82,10 +82,7 @@ def register(op: Op | Overlap, handler: Handler) -> None:
 def run_in_order(
     entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction, *, has_pairs: bool = True
 ) -> None:
-    """Runs actions by `run`, each after a `check`; a pair that has a handler after one check, unless none `has_pairs`.
-
-    Raises InvariantError if a handler has not run each of its calls once, and the exceptions of the actions.
-    """
+    """Runs actions after a `check` each, or one for a pair with a handler; raises InvariantError for a bad handler."""
 
     def run_one(entry: QueuedAction) -> None:
         handler = _handlers.get(entry[0].op)
@@ -138,16 +135,13 @@ class Executor:
         self._steps_with_copies = 0
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         held = context.replicas, self.value_store, self.streams, self.end.entries
-        self._census = TensorCensus(*held, self._write)
+        self._census = TensorCensus(*held, context.recorder.write)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
         self._offers = ResidualOffers()
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, device)
-
-    def _write(self, record: TensorsRecord) -> None:
-        self.context.recorder.write(record)
 
     def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""

@@ -81,14 +81,12 @@ class Failpoints:
             self.faults = [each for each in self.faults if each.id != fault.id]
             if fault.id in self.control.fired:
                 continue
-            self.control.send(StrikeMessage(fault.id, *self._done()))
+            done = (-1, "") if self._recorder is None else self._recorder.last
+            self.control.send(StrikeMessage(fault.id, *done))
             if when != "during" or registered()[fault.do].kind.by == "worker":
                 self._stand_still(fault)
             else:
                 self._due = fault
-
-    def _done(self) -> tuple[int, str]:
-        return (-1, "") if self._recorder is None else self._recorder.last
 
     def around_checkpoint(
         self, step: int, stages: Sequence[int], begin: Callable[[], None], finish: Callable[[], None]

@@ -77,10 +77,10 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
 
 
 class TrialShare(NamedTuple):
-    """What a worker does of the trial of a stage.
+    """A worker's share of a stage's trial: an owner tries two copies, a shadow one.
 
-    An owner tries two copies, a shadow one. Straight layers that several workers hold are tried in one copy by each
-    (`is_shared`), and with new memory filled by all but the first of them (`fills`).
+    Straight layers with several holders are tried once by each (`is_shared`); all but the first fill new memory
+    (`fills`).
     """
 
     is_twice: bool = True
