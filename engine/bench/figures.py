@@ -67,10 +67,7 @@ Cases = Mapping[str, Callable[[Path], Sequence[BenchRow]]]  # name -> measuremen
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """One iteration of a pipeline on one worker: its times, and the sleeps of its layers if these are timed ones.
-
-    A backward may sleep in several parts. `cpu_ns` is the CPU time of all threads of the worker.
-    """
+    """One iteration of a pipeline on one worker: times, sleeps of timed layers, and the CPU time of all threads."""
 
     start_ns: int
     end_ns: int
@@ -97,10 +94,7 @@ def in_turns(
     until_s: float = math.inf,
     now: Callable[[], float] = time.monotonic,
 ) -> dict[K, list[T]]:
-    """Returns the measurements of each side; every round measures all sides and begins with another one.
-
-    After the first round, none begins that would end after `until_s` if it took as long as the longest so far.
-    """
+    """Returns the measurements of each side, taken in rounds with a changing order, none likely to pass `until_s`."""
     results: dict[K, list[T]] = {name: [] for name in sides}
     names, longest_s = [*sides], 0.0
     for number in range(num_rounds):
@@ -150,10 +144,7 @@ def pipeline_rows(
     has_ideal: bool,
     goal: float | None = None,
 ) -> list[BenchRow]:
-    """Returns the rows of one case from the iterations of both sides, each iteration with the stamps of every worker.
-
-    `remark` states the difference between torch's schedule and ours, `goal` is the limit of the ratio of the times.
-    """
+    """Returns the rows of a case from both sides' iterations; `remark` on the difference, `goal` for the ratio."""
     rows = []
     if has_ideal:
         of_ideal, peers_of_ideal = (
@@ -186,10 +177,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def interval_rows(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float) -> list[BenchRow]:
-    """Returns the row of the median ratio of the pairs, and one for each end of its 95 % interval.
-
-    The goal is met if the whole interval meets it, and missed if none of it does; else the row has no verdict.
-    """
+    """Returns the row of the pairs' median ratio, and one per end of its 95 % interval, which the goal bounds."""
     middle, low, high = median_interval(_ratios(ours, peer))
     met = True if high <= goal else False if low > goal else None
     figures, n = (median(ours), median(peer)), len(ours)
@@ -210,10 +198,7 @@ def verdict_on(row: BenchRow) -> str:
 def overhead_rows(
     case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float | None
 ) -> list[BenchRow]:
-    """Returns the row of step times with and without redundancy, and the row of their ratio beside its ideal minimum.
-
-    `floor` and `goal` are the overheads, as shares of the time without redundancy.
-    """
+    """Returns the rows of step times with and without redundancy, and of their ratio beside its `floor`."""
     beside_none = paired_row(case, "step s, beside none", ours, none)
     limit = None if goal is None else 1 + goal
     return [beside_none, row(case, "time / none, beside the floor", beside_none.ratio, 1 + floor, len(ours), limit)]
@@ -295,10 +280,7 @@ Hosts = Mapping[str, Sequence[Record]]  # name -> the records of the host
 
 
 def known_s(hosts: Hosts, lost: Iterable[int], at_ns: int, gone: Iterable[str] = ()) -> float:
-    """Returns the time from a loss at `at_ns` until all workers of each host knew of it; `gone` hosts are lost too.
-
-    If several workers are lost together, the first one that a worker learns of counts.
-    """
+    """Returns the time from a loss until all workers of each host know of it, or of the first of several."""
     victims, last_ns = frozenset(lost), 0
     for name, records in hosts.items():
         if name in {*gone}:
@@ -336,10 +318,7 @@ def usual_ns(commits: Sequence[int]) -> float:
 
 
 def clock_widths_ms(hosts: Hosts, ahead_ns: Mapping[str, int]) -> tuple[list[float], int]:
-    """Returns the widths of all bounds of clocks, and how many do not contain the offset.
-
-    `ahead_ns` is how far the clock of each host is ahead of a common one.
-    """
+    """Returns the widths of all bounds of clocks, and how many miss the offset, known by `ahead_ns`."""
     widths, outside = [], 0
     for name, records in hosts.items():
         for record in records:

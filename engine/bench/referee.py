@@ -130,10 +130,7 @@ def referee_rows(
     interrupts: Interrupts,
     say: Callable[[str], object],
 ) -> Iterator[RefereeRow]:
-    """Yields the rows of some systems, of the scenarios whose names contain `case`, each run so many times.
-
-    Each run leaves its events and its output in `folder`. The rows end after a signal.
-    """
+    """Yields the rows of systems and scenarios that contain `case`, each run so often; ends after a signal."""
     for name in systems:
         system = SYSTEMS[name]
         release = installed_version(system.package) or installed_version(f"{system.package}-nightly")

@@ -56,10 +56,7 @@ def coordination_cases(quick: bool) -> Cases:
 
 
 def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of the times from an exit seen by the agent to its reception by the 7 workers that are left.
-
-    The agent tells them of the exit at once, and of the verdict when the coordinator has written it.
-    """
+    """Returns the rows of times from an exit to its reception by 7 workers: at once, and with the verdict."""
     with _rounds(8, num_rounds, folder) as rounds:
         taken = [
             (_relay_s(events, _known_ns(events)), _relay_s(events, _marks_ns(events, "told"))) for events in rounds

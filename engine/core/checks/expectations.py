@@ -174,10 +174,7 @@ class Observation:
 def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], run: Observation
 ) -> tuple[Check, ...]:
-    """Returns a check for each expectation; the first one is that the faults struck, if there are any.
-
-    A run whose hosts could be struck has checks of them behind it.
-    """
+    """Returns a check for each expectation; first that the faults struck, and last those of struck hosts, if any."""
     checks = [_struck(faults, run)] if faults else []
     checks += _host_checks(run.outside, run) if run.outside else ()
     checks.append(_outcome(expect, run))
@@ -236,10 +233,7 @@ def holds_anyway(
 
 
 def verdict(checks: Sequence[Check]) -> Result:
-    """Returns the result of the worst check, where failed is worse than invalid.
-
-    A run that fails often ends before its last fault could strike. The failure is the finding, not the missed fault.
-    """
+    """Returns the result of the worst check; failed is worse than invalid, as a failed run may end before a fault."""
     results = {each.result for each in checks}
     return "failed" if "failed" in results else "passed" if results <= {"passed"} else "invalid"
 
@@ -518,10 +512,7 @@ def _named(workers: Sequence[int]) -> str:
 
 
 def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Iterator[Check]:
-    """Yields the check that every fault with a named action struck the owner of the slot at that action.
-
-    There is none if no such fault struck.
-    """
+    """Yields the check that each fault with a named action struck the slot's owner there, if any such fault struck."""
     by_id = {fault.id: fault for fault in faults}
     wrong: list[str] = []
     number = 0

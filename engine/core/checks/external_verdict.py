@@ -52,10 +52,7 @@ class StateReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobReports:
-    """All that a job reported; `exit_code` is that of its launcher, None if it is not known.
-
-    `unread` counts the lines that could not be read.
-    """
+    """All that a job reported, the exit code of its launcher, None if unknown, and the number of unreadable lines."""
 
     steps: Sequence[StepReport] = ()
     states: Sequence[StateReport] = ()
@@ -144,10 +141,7 @@ def _counted(reports: Iterable[StepReport]) -> dict[_Key, StepReport]:
 
 
 def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> dict[int, int]:
-    """Returns how often each repeated step was executed.
-
-    Several ranks may report one step as the same rank, if the source knows none; the twin's reports show how many.
-    """
+    """Returns how often each repeated step was executed; the twin shows how many ranks report as one."""
     usual = Counter((report.rank, report.step) for report in of_twin)
     most: dict[int, int] = {}
     for key, count in Counter((report.rank, report.step) for report in reports).items():

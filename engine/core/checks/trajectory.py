@@ -286,10 +286,7 @@ class AuditBook:
             raise
 
     def close(self, step: int, loss: float, data: AuditMarks = ()) -> list[TrajectoryRow]:
-        """Returns the rows of `step`, with the marks of its data, and begins the next step.
-
-        A step without a complete audit has no rows.
-        """
+        """Returns the rows of `step` with its data's marks, none without a complete audit; begins the next one."""
         states, buffers, self._states, self._buffers = self._states, self._buffers, {}, {}
         if self._is_disputed or len(buffers) < self.num_layers * self.num_pipelines:
             return []

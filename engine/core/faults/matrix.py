@@ -309,10 +309,7 @@ class SmallestScenario:
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], kinds: Kinds, budget: int = 40) -> SmallestScenario:
-    """Returns the smallest scenario found for which `fails` is true, as it is for the given one.
-
-    `kinds` are those of faults, by name.
-    """
+    """Returns the smallest scenario found for which `fails` is true, as for the given one; `kinds` are by name."""
     num_tries = 0
     tried: list[Scenario] = []
     while True:

@@ -131,10 +131,7 @@ def device_bytes(
     sizes: Mapping[int, StageBytes],
     tried: Mapping[int, MicrobatchBytes],
 ) -> int:
-    """Returns the most bytes that a worker takes on its GPU in a step, by its actions in order.
-
-    `sizes` has those of each stage that it holds, and of the stage before; `tried` those of a microbatch in each.
-    """
+    """Returns the most bytes that a worker takes on its GPU in a step, by its actions and stages' `sizes`."""
     state = worker_bytes(job, ownership, worker, sizes)
     walk = _Walk(job, ownership, worker, sizes, tried)
     walk.run(actions)

@@ -135,7 +135,10 @@ def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> 
 
 
 def interleaved(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
-    """Returns interleaved 1F1B in rounds of P, of which the last takes the rest (Narayanan et al., SC 2021)."""
+    """Returns interleaved 1F1B in rounds of P microbatches (Narayanan et al., Megatron-LM, SC 2021).
+
+    The last round also takes the remainder: in a round of fewer than P, a worker would wait for its own previous stage.
+    """
     num_rounds = max(1, num_microbatches // num_workers)
     rest = num_microbatches - num_workers * (num_rounds - 1)
     return _interleaved(worker, num_workers, stages_per_worker, [num_workers] * (num_rounds - 1) + [rest])
@@ -231,7 +234,10 @@ def _zero_bubble(
 
 
 def zbv(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
-    """Returns ZBV, with two stages per worker (Qi et al., 2024); if M < 2P - 1, the part of the one for 2P - 1."""
+    """Returns ZBV: two stages per worker (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
+
+    If M < 2P - 1, it is the schedule for 2P - 1 microbatches without the actions on microbatches M and above.
+    """
     ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
     line = _zbv_line(worker, num_workers, max(2 * num_workers - 1, num_microbatches))
     return tuple(each for each in line.actions if each.microbatch < num_microbatches)

@@ -186,7 +186,7 @@ class GroupEnd:
         self.cuts.waiter.wake()
 
     def fails_to(self, target: int, error: Exception) -> None:
-        """Ends every wait with the error of a failed send; any thread may call. An own device error blames no peer."""
+        """Ends every wait, from any thread, with the error of a failed send; an error of this device blames no peer."""
         if not isinstance(error, TransferFailedError) and not device_trouble(error):
             error = TransferFailedError(f"transfer to worker {target} failed: {error}", target)
         self.fails(error)
