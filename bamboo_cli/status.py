@@ -157,10 +157,7 @@ class Reader:
         return f"; other hosts may continue it: bamboo status --wait {host.run_id} --etcd HOST:PORT"
 
     def _from_store(self, logs: Path, store: StoreRecord) -> RunStatus | None:
-        """Returns the status in the store of a run; None, once with a reason, if it is not a store that the user named.
-
-        Also None if the store is gone, or the run has no coordinator any more.
-        """
+        """Returns the status in a store that the user named; None, once with a reason, if there is none any more."""
         settings = settings_of_run(logs, store, self._etcd, self._plain_http)
         if settings is not None:
             return _status_in(store.run_id, settings)

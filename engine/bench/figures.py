@@ -165,10 +165,9 @@ def pipeline_rows(
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median, and the low and high end of its 95 % bootstrap interval.
+    """Returns the median, and the ends of its 95 % bootstrap interval (Efron, The Annals of Statistics 7, 1979).
 
-    It is a percentile interval (Efron, The Annals of Statistics 7, 1979). The seed of the resamples is fixed, so that
-    the same measurements always give the same interval.
+    The seed of the resamples is fixed: the same measurements give the same interval.
     """
     chosen = random.Random(0)  # noqa: S311 - resampling needs no secret
     medians = sorted(median(chosen.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))

@@ -88,9 +88,8 @@ SYSTEMS = {
 class RefereeRow:
     """One scenario on one system; a figure that was not seen is None.
 
-    `stall_ms` is how long training stood in all, `lost` the steps that not every rank counts in the end, `repeated`
-    those that were done more than once, `struck` the ranks that were struck, `blamed` those that the system
-    names.
+    `stall_ms` is how long training stood in all, `lost` counts steps that not every rank has in the end, `repeated`
+    those done more than once; ranks were `struck`, and `blamed` by the system.
     """
 
     system: str

@@ -278,12 +278,10 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
 
 
 def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
-    """Returns the rows of the peak memory, summed over all workers, with each redundancy beside none.
+    """Returns the rows of the peak memory of all workers with each redundancy beside none.
 
-    The first measurement uses the C allocator's defaults, by which the process keeps much freed memory in small pieces.
-    The second makes it return every freed block of at least 128 KiB, so that little memory is not of tensors.
-
-    Raises WorkerFailedError if a run failed.
+    The first measurement uses the C allocator's defaults, which keep much freed memory; the second returns every freed
+    block of 128 KiB or more. Raises WorkerFailedError if a run failed.
     """
     width, depth = (64, 4) if quick else (512, 8)
     job = Job(model="gpt", model_args={"width": width, "depth": depth}, steps=3)

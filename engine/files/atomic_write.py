@@ -42,11 +42,10 @@ def of_system(error: OSError) -> BambooError:
 
 
 def write_atomically(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
-    """Replaces bamboo's own file at `path` once the whole content is on disk; only this user can read it.
+    """Replaces bamboo's own file at `path` once its content is on disk, or (not `is_synced`) with the kernel.
 
-    One that is not `is_synced` outlives this process, but not a loss of power.
-
-    Raises StorageError if the content could not be stored, or the folder is a link; the file at `path` is unchanged.
+    Only this user can read it. Raises StorageError if it could not be stored or the folder is a link; the file is
+    unchanged.
     """
     with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
         _replace(folder, path.name, content, _PRIVATE, is_synced=is_synced)

@@ -274,10 +274,8 @@ def checkpoints_at(
 ) -> CheckpointFolder:
     """Returns the checkpoints in a folder, which the first file creates, or at a URL, without reading any.
 
-    No part of the path of a folder after `below` may be a link; without it, only the user's own links may lead there.
-    `troubles` are faults of the disk or the store. Files are written with names of the run `run`.
-
-    Raises UserError if the URL cannot be used.
+    No part of the path after `below` may be a link; without it, only the user's own ones. `troubles` are faults of the
+    disk, `run` names written files. Raises UserError if the URL cannot be used.
     """
     owner = owner_of(run) if run else ""
     if (folder := folder_at(place)) is None:

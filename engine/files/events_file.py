@@ -186,7 +186,7 @@ def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = F
 
     An unfinished last line is left out. Raises StorageError if this is no part of a file of events of this version.
     """
-    lines = _unlinked_lines(data)
+    lines = [unlinked(line)[0] for line in data.decode("utf-8", "replace").split("\n")[:-1]]
     numbers: Sequence[int] = range(len(lines))
     if last_commits:
         last = next((number for number in reversed(numbers) if _is_commit(lines[number])), 0)
@@ -194,11 +194,6 @@ def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = F
     records = _Records(path, start)
     for number in numbers:
         yield from records.of(lines[number], number)
-
-
-def _unlinked_lines(data: bytes) -> list[str]:
-    *lines, _ = data.decode("utf-8", "replace").split("\n")
-    return [unlinked(line)[0] for line in lines]
 
 
 class _Records:

@@ -81,8 +81,8 @@ class Check:
 class HostStrike:
     """A fault has struck host `node` in `step`, with `workers` on it at that time.
 
-    `ended_ns` is the time from the strike until the struck processes had ended; None if they were not seen to end.
-    `spare_ns` is the time from then until the lease of a host that was cut off could expire, None if it is not known.
+    `ended_ns` is the time until the struck processes had ended, `spare_ns` from then until the lease of a host that was
+    cut off could expire; None if unknown.
     """
 
     fault: Fault
@@ -207,10 +207,9 @@ def check(
 def holds_anyway(
     expect: Expect, job: Job, done: Set[str], kinds: Mapping[str, FaultKind], *, is_unmoved: bool = False
 ) -> list[str]:
-    """Names the expectations that tell nothing of the faults of these kinds, in at most one sentence.
+    """Names the expectations that a run without any fault meets and these kinds cannot break, in a sentence.
 
-    A run without any fault meets them, and these faults cannot break them; or, in a run that `is_unmoved`, no member
-    was lost or replaced by them.
+    In a run that `is_unmoved`, no member was lost or replaced by them.
     """
     usual = {
         "outcome recovered": expect.outcome == "recovered",
@@ -239,10 +238,10 @@ def verdict(checks: Sequence[Check]) -> Result:
 
 
 def decided(checks: Sequence[Check], run: Observation) -> tuple[Check, ...]:
-    """Returns the checks after a signal to the run or its twin: a check that it left undecided is not judged.
+    """Returns the checks after a signal to the run or its twin, without those that it left undecided.
 
-    A failed check is decided. If only the twin was interrupted, a passed one is too. If the run was, only the strikes
-    are, once every fault has struck: nothing else passes because the run did not get there.
+    A failed check is decided. If only the twin was interrupted, a passed one is too; if the run was, only the strikes
+    are, once every fault has struck.
     """
     is_whole = run.exit_code not in BY_SIGNAL
     has_struck = any(each.name == "faults" and each.result == "passed" for each in checks)

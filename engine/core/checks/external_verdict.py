@@ -104,8 +104,7 @@ def judge(
 ) -> ExternalVerdict:
     """Returns the verdict on a run that had faults at some times, by CLOCK_MONOTONIC; the twin may be missing.
 
-    `tolerance` bounds relative differences, of losses and of tensors; `distances` has those of tensors by (step,
-    name), as far as the values of both are known.
+    `tolerance` bounds relative differences, of losses and of tensors, whose known `distances` are by (step, name).
     """
     ours, theirs = _counted(run.steps), _counted(twin.steps if twin else ())
     repeated = _repeated(run.steps, twin.steps if twin else ())

@@ -50,8 +50,7 @@ def fingerprint(
 ) -> str | None:
     """Returns a name (hex) for the trajectory of the twin of `job`, or None if it must not be reused.
 
-    `facts` describe the host; `sources` is a hash of bamboo's source code. `files` are those of the data: (name, size,
-    SHA-256).
+    It covers the `facts` of the host, the hash of bamboo's `sources`, and the data `files`: (name, size, SHA-256).
     """
     if own_code(job) or not (files or job.data in BUILT_IN_DATA):
         return None

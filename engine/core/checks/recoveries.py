@@ -100,8 +100,7 @@ class StepLengths:
     def stall(self, resume_ns: int | None, latest_ns: int, idle_ns: int) -> Stall:
         """Returns the stall in the open step, before its commit is noted.
 
-        `resume_ns` is that commit, if there is one; `latest_ns` is the last known time before it. No worker finished an
-        action for `idle_ns` of that time.
+        It ends at that commit, `resume_ns`, or else at `latest_ns`; no worker finished an action for `idle_ns` of it.
         """
         until_ns = latest_ns if resume_ns is None else resume_ns
         gap_ns = None if self.since_ns is None else until_ns - self.since_ns

@@ -60,8 +60,7 @@ def trajectory_hash(rows: Iterable[TrajectoryRow]) -> str:
 def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]) -> Difference | None:
     """Returns the first difference between two trajectories, or None.
 
-    Of the first step that differs: its first microbatch with other bits, which explains all else; else its first layer
-    with other tensors; else the loss.
+    In the first step that differs it is a microbatch, which explains all else; else the first layer; else the loss.
     """
     ours, theirs = _by_key(run), _by_key(twin)
     difference = _first_of_results(ours, theirs)
@@ -267,10 +266,10 @@ class AuditBook:
     def add(
         self, step: int, worker: int, pipeline: int, hashes: LayerHashes, marks: LayerMarks = MappingProxyType({})
     ) -> None:
-        """Adds the hashes of some layers of a worker's replica in one pipeline, and the marks of their tensors.
+        """Adds the hashes of layers of a worker's replica in one pipeline, and the marks of their tensors.
 
-        Raises ReplicasDifferError when they differ from another replica's; it names the tensor if the marks show it.
-        After that `close` returns no rows, because either replica may be the wrong one.
+        Raises ReplicasDifferError when they differ from another replica's, with the tensor if marks show it; then
+        `close` returns no rows.
         """
         reporter = f"worker {worker} in pipeline {pipeline}"
         try:

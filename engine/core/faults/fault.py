@@ -232,10 +232,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The worker in a role for a slot at the moment of the strike: the slot of the action, or of `After.fault`.
+    """The worker in a role for the slot of the action, or of `After.fault`, at the moment of the strike.
 
-    The recoverer owns the slot by the newest verdict. The shadow is the slot's first one. The neighbour owns the next
-    stage of the pipeline (after the last stage: the first).
+    The recoverer owns the slot by the newest verdict, the shadow is its first one, and the neighbour owns the next
+    stage of the pipeline (cyclic).
     """
 
     role: RoleName

@@ -40,8 +40,8 @@ class StageBytes(NamedTuple):
 class MicrobatchBytes(NamedTuple):
     """The bytes that a microbatch takes on the device of a stage.
 
-    `residual` bytes stay from its forward to its backward; the two take `forward` and `backward` bytes for themselves.
-    `largest` is the largest parameter of the stage.
+    Its `residual` stays from forward to backward, which take `forward` and `backward`; `largest` is the stage's largest
+    parameter.
     """
 
     residual: int

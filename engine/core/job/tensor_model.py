@@ -60,8 +60,7 @@ def predicted_tensors(
 ) -> tuple[BySlot, BySlot]:
     """Returns the tensors of a worker at the boundary and at the peak of a step with these actions.
 
-    `sizes` has those of each stage that it holds, and of the stage before; `residuals` the bytes of a microbatch in the
-    stash of each stage that it holds.
+    `sizes` are of its stages and the one before, `residuals` the bytes of a microbatch in the stash of each stage.
     """
     copies = 1 + job.pipelines * job.retains
     held = {slot: sizes[slot[1]] for slot in ownership.held_by(worker)}

@@ -126,9 +126,8 @@ def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
 def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
     """Yields how many residuals a worker holds after each of its actions, of `stashed` at the start.
 
-    A forward makes one, and the backward of its slot frees it: the part for the weights if the backward is split. The
-    residuals of redundant forwards have no backward on that worker and stay to the end. One on its way to the host does
-    not count: what takes its place waits for the copy.
+    A forward makes one, and its backward, or the part for the weights, frees it. Those of redundant forwards stay to
+    the end. One on its way to the host does not count: what takes its place waits for the copy.
     """
     in_parts = _in_parts(actions)
     for stage, op, microbatch, pipeline in actions:
@@ -146,8 +145,7 @@ def _in_parts(actions: Sequence[Action]) -> set[tuple[int, int, int]]:
 class HostLink:
     """The link of one worker to its host: one copy of a residual at a time in each direction, in order.
 
-    A forward or RELOAD waits for copies to the host until it fits under the peak that `peak_stash` finds, of `stashed`
-    residuals at the start; a backward waits for the copy back of its own.
+    A forward or RELOAD waits for copies until it fits under `peak_stash`; a backward waits for its own copy back.
     """
 
     def __init__(self, actions: Sequence[Action], stashed: int = 0):

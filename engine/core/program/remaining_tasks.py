@@ -270,9 +270,8 @@ def replayed(actions: Iterable[Action], done: Iterable[Action]) -> list[Action]:
 def shown_by(held: Iterable[Held]) -> Iterator[Action]:
     """Yields the actions that some worker must have run, by the values that workers hold.
 
-    An activation shows its forward, and so does the counter of the next stage. A gradient shows its backward, and so
-    does the counter of the stage before. A backward shows its forward. The gradient of stage 0 is never used; there the
-    gradient of stage 1 stands in for it.
+    An activation, or the next stage's counter, shows a forward; a gradient, or the counter of the stage before, a
+    backward and its forward. The gradient of stage 0 is never used; that of stage 1 stands in for it.
     """
     for _, (kind, pipeline, stage, index) in held:
         if kind is Kind.ACTIVATION:

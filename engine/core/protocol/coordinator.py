@@ -473,10 +473,9 @@ def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
 
 
 def _stops(state: CoordinatorState, stopping: RunStopping) -> Decided:
-    """Tells all workers to stop, after they have written the last step that this run has committed, if that is kept.
+    """Tells all workers to stop, and owners to write the last step that this run has committed, if that is kept.
 
-    Owners write it, and the heirs of those that may go after their last words: their ends may not have been seen. A
-    checkpoint of it that was ordered before is only waited for.
+    Heirs of workers that may go after their last words write too. A checkpoint ordered before is only waited for.
     """
     known = state.membership
     is_kept = state.keeping.last or state.kept == known.committed

@@ -145,10 +145,9 @@ class LeaseExpired(Event):
 class StepCommitted(Event):
     """The ballot is complete: every owner and shadow has voted for `step`.
 
-    `shadows` are the shadows of each slot with a whole replica, in the order of succession; empty if unchanged. With
-    `waits`, hand-overs and departures wait for the next commit, so that the next epoch can be prepared meanwhile. With
-    this commit the waiting workers in `joins` become members: their group is formed. The `patient` workers leave, and
-    have time to keep their slots until the wanted owners hold whole replicas.
+    `shadows` of each slot have whole replicas, in the order of succession; empty if unchanged. With `waits`, hand-overs
+    and departures wait for the next commit, to prepare an epoch. The waiting workers in `joins` become members; the
+    `patient` ones keep their slots until the wanted owners hold whole replicas.
     """
 
     epoch: int
@@ -216,8 +215,8 @@ class MemoryShortage(Event):
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers.
 
-    From the hosts of the `unseen` workers no sign of life has come for a while. `words` are what other hosts tell,
-    `round_trip_ns` the worst one to them lately.
+    The hosts of `unseen` workers have been silent for a while. `words` are those of other hosts, `round_trip_ns` is the
+    worst one to them lately.
     """
 
     sights: Mapping[int, Sight] = field(default_factory=dict)

@@ -49,9 +49,8 @@ class ProcessExit(NamedTuple):
 class ClockTick(NamedTuple):
     """Time has passed; `places` and `sights` are those of the workers, as far as they are known.
 
-    Of the `unseen` workers, which are on other hosts, no sign of life has come for a while. `words` are those of the
-    agents there on their workers: one decision takes the heartbeats of all hosts. `round_trip_ns` is the worst one to
-    them lately.
+    The hosts of `unseen` workers have been silent for a while; `words` are from other hosts' agents, with all
+    heartbeats, and `round_trip_ns` is the worst one to them lately.
     """
 
     now_ns: int

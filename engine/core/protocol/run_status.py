@@ -48,8 +48,8 @@ CANNOT_LEAVE = "cannot leave"  # a worker that has given notice, but whose stage
 class WorkerStatus:
     """One worker: its present and previous slots as (pipeline, stage), and the seconds since its last message.
 
-    `step` and `last_action` are of the last action that it finished, from the events; -1 and empty before the first.
-    `tensor_bytes` are those of its tensors at the peak of a step; 0 if none was counted yet.
+    `step` and `last_action` are those it finished last; -1 and empty before. `tensor_bytes` are at the peak of a step;
+    0 if unknown.
     """
 
     worker: int

@@ -46,10 +46,10 @@ class NoticeReceived(Input):
 
 @dataclass(frozen=True, slots=True)
 class StagesBuilt(Input):
-    """The worker has joined: its stages are built, and the first group is formed.
+    """The worker has joined: its stages are built, and the first group is formed; or it `waits` without either.
 
-    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with. `waits`: it owns
-    nothing and has joined no group; an epoch makes it a member. With `joins` that needs no failure.
+    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the first. With `joins` it becomes a member
+    without a failure.
     """
 
     worker: int
