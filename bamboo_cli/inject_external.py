@@ -35,12 +35,7 @@ class Asked:
     junit: Path | None = None
 
 
-def inject_external(
-    document: Document,
-    command: Sequence[str],
-    refused: Mapping[str, object],
-    asked: Asked,
-) -> int:
+def inject_external(document: Document, command: Sequence[str], refused: Mapping[str, object], asked: Asked) -> int:
     """Runs a scenario on another launcher's job, without the `refused` options; returns the exit code."""
     from engine.external.case import run_external
     from engine.external.kinds import external_kinds

@@ -35,10 +35,7 @@ _PANEL = "Which cells"
 File = Annotated[
     str,
     typer.Argument(
-        metavar="FILE",
-        help="a shipped matrix or scenario, or a file",
-        show_default=False,
-        autocompletion=library_files,
+        metavar="FILE", help="a shipped matrix or scenario, or a file", show_default=False, autocompletion=library_files
     ),
 ]
 Shard = Annotated[str, typer.Option("--shard", metavar="K/N", help="Run only part K of N.", rich_help_panel=_PANEL)]

@@ -85,9 +85,7 @@ Tee = Annotated[
 Injectable = Annotated[
     YesNo,
     typer.Option(
-        "--injectable",
-        help="Accept faults from `bamboo inject --run` during the run.",
-        rich_help_panel=_PANEL,
+        "--injectable", help="Accept faults from `bamboo inject --run` during the run.", rich_help_panel=_PANEL
     ),
 ]
 EventsMax = Annotated[
@@ -183,10 +181,7 @@ NoticeUrl = Annotated[
 NoticeEvery = Annotated[
     str | None,
     typer.Option(
-        "--notice-every",
-        metavar="DURATION",
-        help="Interval between polls (default 5s).",
-        rich_help_panel=_NOTICES,
+        "--notice-every", metavar="DURATION", help="Interval between polls (default 5s).", rich_help_panel=_NOTICES
     ),
 ]
 

@@ -216,11 +216,7 @@ def bench_folder(results: Path) -> Path:
 
 
 def write_bench(
-    folder: Path,
-    name: str,
-    now: datetime,
-    rows: Iterable[Mapping[str, object]],
-    columns: Sequence[str] = COLUMNS,
+    folder: Path, name: str, now: datetime, rows: Iterable[Mapping[str, object]], columns: Sequence[str] = COLUMNS
 ) -> Path:
     """Writes the rows of one benchmark and returns the path; None is an empty value. Raises StorageError."""
     text = StringIO()

@@ -122,12 +122,7 @@ COLUMNS = tuple(each.name for each in fields(RefereeRow))
 
 
 def referee_rows(
-    systems: Sequence[str],
-    case: str,
-    repeats: int,
-    folder: Path,
-    interrupts: Interrupts,
-    say: Callable[[str], object],
+    systems: Sequence[str], case: str, repeats: int, folder: Path, interrupts: Interrupts, say: Callable[[str], object]
 ) -> Iterator[RefereeRow]:
     """Yields the rows of systems and scenarios that contain `case`, each run so often; ends after a signal."""
     for name in systems:

@@ -129,14 +129,7 @@ def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterato
         yield rounds()
 
 
-def _round(
-    number: int,
-    num_workers: int,
-    folder: Path,
-    server: ForkServer,
-    kv: Any,
-    interrupts: Interrupts,
-) -> Agent:
+def _round(number: int, num_workers: int, folder: Path, server: ForkServer, kv: Any, interrupts: Interrupts) -> Agent:
     """Starts workers, of which one kills itself; serves them until all have ended."""
     job = Job(model="mlp", stages=num_workers, redundancy="none")  # a verdict ends a run without redundancy at once
     ownership = fresh(Grid(job.stages, job.microbatches))

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.checks.expectations import Observation
@@ -58,7 +59,7 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
     if unjudged := [name for name in names if getattr(expect, name) != getattr(original, name)]:
         say(f"not judged: {', '.join(unjudged)} (the job keeps running)")
     since_ns = time.monotonic_ns()  # the events have the same clock
-    request = ask(folder.path, REQUEST, [to_plain(fault) for fault in loaded.faults])
+    request = _request(folder, loaded.faults)
     try:
         _wait(events, loaded.faults, request.name)
     except RunInterruptedError:
@@ -122,6 +123,10 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
     else:
         moment = replace(moment, step=moment.step + first_step)
     return replace(fault, id=f"{fault.id}.{mark}", moment=moment)
+
+
+def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
+    return ask(folder.path, REQUEST, [to_plain(fault) for fault in faults])
 
 
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:

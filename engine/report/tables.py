@@ -279,12 +279,7 @@ def stalls_of(table: pd.DataFrame) -> list[Stall]:
 
 
 def _row(
-    recovery: Recovery,
-    job: Job,
-    actions: pd.DataFrame,
-    steps: pd.DataFrame,
-    origin_ns: int,
-    until_ns: int | None,
+    recovery: Recovery, job: Job, actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int, until_ns: int | None
 ) -> dict[str, Any]:
     times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.reported_ns.items()}
     catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None

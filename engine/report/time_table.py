@@ -356,10 +356,7 @@ def _with_bubbles(
 
 
 def dry_waits(
-    job: Job,
-    epochs: Iterable[EpochRecord],
-    costs: Mapping[tuple[int, int, str], float],
-    copy_time: float | None = None,
+    job: Job, epochs: Iterable[EpochRecord], costs: Mapping[tuple[int, int, str], float], copy_time: float | None = None
 ) -> dict[tuple[int, int, str], float]:
     """Returns each worker's waits in the dry run of a step, by (epoch, worker, cause), in the unit of `costs`."""
 

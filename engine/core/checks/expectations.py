@@ -268,11 +268,9 @@ def exit_code(checks: Sequence[Check], run: Observation) -> ExitCode:
         return ExitCode(twin.exit_code)
     if outcome == "failed" and run.exit_code:
         return ExitCode.STATE_LOST if run.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
-    return {
-        "passed": ExitCode.OK,
-        "failed": ExitCode.EXPECTATION_FAILED,
-        "invalid": ExitCode.INVALID_CASE,
-    }[verdict(checks)]
+    return {"passed": ExitCode.OK, "failed": ExitCode.EXPECTATION_FAILED, "invalid": ExitCode.INVALID_CASE}[
+        verdict(checks)
+    ]
 
 
 def judged(name: str, good: bool, text: str) -> Check:

@@ -149,10 +149,7 @@ def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> d
 
 
 def _survival(
-    run: JobReports,
-    twin: JobReports | None,
-    ours: Mapping[_Key, StepReport],
-    theirs: Mapping[_Key, StepReport],
+    run: JobReports, twin: JobReports | None, ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport]
 ) -> PartVerdict:
     last, goal = (max((step for _, step in kept), default=None) for kept in (ours, theirs))
     ended = "" if run.exit_code is None else f"exit code {run.exit_code}, "
@@ -170,10 +167,7 @@ def _survival(
 
 
 def _steps(
-    run: JobReports,
-    ours: Mapping[_Key, StepReport],
-    theirs: Mapping[_Key, StepReport],
-    repeated: Mapping[int, int],
+    run: JobReports, ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport], repeated: Mapping[int, int]
 ) -> tuple[tuple[int, ...], PartVerdict]:
     """Returns the lost steps, and the verdict on steps."""
     if not ours:
@@ -345,10 +339,7 @@ def _tensor_words(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def _losses(
-    ours: Mapping[_Key, StepReport],
-    theirs: Mapping[_Key, StepReport],
-    strike_ns: int | None,
-    tolerance: float | None,
+    ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport], strike_ns: int | None, tolerance: float | None
 ) -> PartVerdict:
     pairs = [
         (ours[key], mine, its)

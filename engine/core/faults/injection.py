@@ -472,9 +472,7 @@ def taken_over(old: Injection, now: Now, inherited: InheritedFaults, lost: str, 
     begun = {each.id for each in waiting if isinstance(each.moment, After) and _has_begun(each.moment, epochs, now)}
     ended = {worker for each in faults for worker in each.workers if worker not in present}
     new = old._replace(
-        waiting=tuple(each for each in waiting if each.id not in begun),
-        struck=tuple(faults),
-        ended=old.ended | ended,
+        waiting=tuple(each for each in waiting if each.id not in begun), struck=tuple(faults), ended=old.ended | ended
     )
     outputs = [*_unconfirmed(inherited, names, begun, lost)]
     for fault in faults:

@@ -390,8 +390,7 @@ def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
         trigger, target = wanted.trigger, wanted.target
         if isinstance(trigger, At):
             action = trigger.action._replace(
-                stage=stage_of(trigger.action.stage),
-                pipeline=min(trigger.action.pipeline, pipelines - 1),
+                stage=stage_of(trigger.action.stage), pipeline=min(trigger.action.pipeline, pipelines - 1)
             )
             if action.op not in STAGE_OPS:
                 action = action._replace(microbatch=min(action.microbatch, microbatches - 1))

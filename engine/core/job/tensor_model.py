@@ -83,12 +83,7 @@ class _TensorWalk:
     """What each action of a worker adds to the tensors of its slot."""
 
     def __init__(
-        self,
-        job: Job,
-        ownership: Ownership,
-        worker: int,
-        sizes: Mapping[int, StageBytes],
-        residuals: Mapping[int, int],
+        self, job: Job, ownership: Ownership, worker: int, sizes: Mapping[int, StageBytes], residuals: Mapping[int, int]
     ):
         self.job, self.ownership, self.sizes, self.residuals = job, ownership, sizes, residuals
         self._own = frozenset(ownership.slots_of(worker))

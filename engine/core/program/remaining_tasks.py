@@ -170,7 +170,6 @@ def in_flight(ownership: Ownership) -> dict[Slot, int]:
 
 
 def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -> list[list[int]]:
-    """Returns for each task the numbers of the tasks that must end before it starts."""
     number_of = {action: number for number, action in enumerate(order)}
     before = [[number_of[each] for each in tasks[action]] for action in order]
     forwards: dict[Slot, list[int]] = {}

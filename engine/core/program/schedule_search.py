@@ -241,7 +241,6 @@ class _Greedy:
         return (last(ready) if op is Op.F else max(ready)) if ready else None, wait
 
     def _has_room(self, worker: int, stage: int) -> bool:
-        """Returns whether a forward leaves room for its microbatch on each later stage of the worker."""
         own = self._stages[worker]
         forwards, inputs, weights = (sum(self._num[op][local] for local in own) for op in (Op.F, Op.I, Op.W))
         wanted = 1 + self._later[stage]

@@ -369,8 +369,6 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
     return state._replace(ways={**state.ways, worker: way}), (Write(record), Note(f"worker {worker} {text}"))
 
 
-# The machine of the coordinator: `step(state, input) -> (state, outputs)`, a pure function given by two tables.
-#
 #     dead worker      coordinator                            other workers
 #     exits ---------> verdict, written to the store
 #                      EpochMessage ----------------------->  leave every wait and freeze

@@ -134,8 +134,6 @@ def _wanted(state: State) -> tuple[int, ...]:
     return tuple(sorted((*state.members, *joiners)))
 
 
-# The state of the coordinator: one immutable value; what another coordinator needs of it is kept in the store.
-#
 # Rules: `documents` are the values of keys in the store, and `resume` makes a state of them. The ballot and the
 # preparation are not kept: a coordinator that takes over begins an epoch, and in a new epoch all votes come again.
 

@@ -114,7 +114,8 @@ def _silence_allowed_ns(seen: Sighting, options: Options, now_ns: int) -> float:
 
 def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
     """Returns the words on a worker that hangs, else an empty text."""
-    evidence, slowest_ns, where = seen.evidence, seen.known_slowest_ns, _where(seen)
+    evidence, slowest_ns = seen.evidence, seen.known_slowest_ns
+    where = f" in a kernel of {seen.device}" if seen.device else ""
     if not seen.is_inside or seen.loading is Loading.MAIN or (evidence is not None and evidence.is_stopped):
         return ""
     # A thread that loads data may hold Python's lock: then no time passes for the main thread.
@@ -132,11 +133,6 @@ def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
             return f"{how} (limit {_seconds(allowed_ns)})"
     inside_ns = until_ns - since_ns
     return f"hangs{where} for {_seconds(inside_ns)} (limit {_seconds(limit_ns)})" if inside_ns > limit_ns else ""
-
-
-def _where(seen: Sighting) -> str:
-    """Returns the place of a hang that is not the worker's process, in words."""
-    return f" in a kernel of {seen.device}" if seen.device else ""
 
 
 def dark(state: State, now_ns: int) -> tuple[Edge, ...]:

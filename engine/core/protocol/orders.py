@@ -17,7 +17,7 @@ from engine.core import messages
 from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checkpoint_rules import keeps
 from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
-from engine.core.exclusion import Cause, Exclusion, in_words
+from engine.core.exclusion import Cause, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import CommitRecord, CrampedRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.job.job import is_due
@@ -101,7 +101,9 @@ def repeated(state: CoordinatorState) -> Stop | None:
     """Returns the end of the run if two workers ended in the same way in the same action."""
     first: dict[tuple[str, int, Action], int] = {}
     for out in state.membership.out.values():
-        end, at = _end_of(state, out), _action_of(state, out.worker)
+        code, at = state.codes.get(out.worker, -1), _action_of(state, out.worker)
+        end = "hang" if out.cause is Cause.HANG else ""
+        end = f"exit code {code}" if out.cause is Cause.DEATH and code >= 0 else end  # signals come from outside
         if end and at is not None and not state.places[out.worker].is_struck:
             other = first.setdefault((end, *at), out.worker)
             if other != out.worker:
@@ -121,13 +123,6 @@ def eviction_notes(state: CoordinatorState, owners: tuple[int, ...]) -> list[Not
             then = f"; {numbered('worker', sorted(inherited), ' and ')} {verb} over" if inherited else ""
             notes.append(Note(f"worker {out.worker} {out.how}{_where(state, out.worker)} and is evicted{then}"))
     return notes
-
-
-def _end_of(state: CoordinatorState, out: Exclusion) -> str:
-    code = state.codes.get(out.worker, -1)
-    if out.cause is Cause.DEATH and code >= 0:  # signals come from outside
-        return f"exit code {code}"
-    return "hang" if out.cause is Cause.HANG else ""
 
 
 def _action_of(state: CoordinatorState, worker: int) -> tuple[int, Action] | None:
@@ -268,8 +263,6 @@ def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
     nothing = dict.fromkeys(slots, 0)
     return Held(worker, step, slots, nothing, nothing)
 
-
-# The orders.
 
 Outputs = tuple[CoordinatorOutput, ...]
 Decided = tuple[CoordinatorState, Outputs]

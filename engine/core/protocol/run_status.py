@@ -226,7 +226,10 @@ def _policy(history: RunHistory) -> Iterator[str]:
         how = "" if not last.owners else " (the move is done)" if has_come else " (the move is to come)"
         yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
-    yield from (f"worker {each.of} {each.why}" for each in _cramped(history))
+    cramped = {each.of: each for each in since_start(history, CrampedRecord)}
+    ends = worker_ends(history)
+    waiting = {worker: last.why for worker, last in sorted(cramped.items()) if last.why and worker not in ends}
+    yield from (f"worker {worker} {why}" for worker, why in waiting.items())
     leases = {each.node: each.lease_s for each in history.of(HostRecord) if each.lease_s}
     yield from (f"host {node} is lost after {leases[node]} s without a renewal of its lease" for node in leases)
     hosts = {each.of: each for each in history.of(NetworkRecord)}.values()
@@ -235,13 +238,6 @@ def _policy(history: RunHistory) -> Iterator[str]:
         worst_ns = max(each.worst_ns for each in hosts)
         silent_s, later_s = (after_ns + SILENT.more(worst_ns)) / 1e9, (LATER_NS + BACK.more(worst_ns)) / 1e9
         yield f"a worker is lost after {silent_s:.3g} s of silence; a broken transfer waits {later_s:.3g} s"
-
-
-def _cramped(history: RunHistory) -> list[CrampedRecord]:
-    """Returns the last record of each worker that waits for memory."""
-    ends = worker_ends(history)
-    last = {each.of: each for each in since_start(history, CrampedRecord)}
-    return [each for worker, each in sorted(last.items()) if each.why and worker not in ends]
 
 
 def _phase(history: RunHistory) -> str:

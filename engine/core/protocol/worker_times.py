@@ -309,7 +309,6 @@ def facts(
 
 
 def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
-    """Returns the times after the open step."""
     told: dict[int, tuple[SlotVote, ...]] = {}
     for worker, votes in in_order(times.told):
         told[worker] = (*told.get(worker, ()), *votes)

@@ -132,7 +132,6 @@ def _read_verdicts(entry: KeyValue | None) -> list[tuple[int, str]]:
 
 
 def _changes(old: CoordinatorState, new: CoordinatorState, verdicts: list[tuple[int, str]]) -> list[Change]:
-    """Returns the changes of the keys for readers."""
     was, now = old.membership, new.membership
     changes: list[Change] = [Put("status", now.phase.encode())]
     if now.epoch != was.epoch:

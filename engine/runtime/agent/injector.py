@@ -223,7 +223,6 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
 
 
 def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str]) -> str:
-    """Returns the first problem of a fault, empty for none."""
     if not isinstance(fault.id, str) or not _ID.fullmatch(fault.id) or ids.count(fault.id) > 1:
         return "expected a unique id of letters, digits and . _ : @ -"
     if not isinstance(fault.do, str) or fault.do not in registered():

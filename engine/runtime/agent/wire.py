@@ -314,7 +314,6 @@ class WireServer:
         )
 
     def _read(self, peer: HostPeer, connection: int, requests: Iterator[bytes], context: Any) -> None:
-        """Delivers the frames of one connection until it ends."""
         try:
             for data in requests:
                 if not peer.take_all(connection, data):

@@ -64,7 +64,6 @@ class ThreadControl(Control):
         super().__init__(link, worker, _TurnWakeups(turn, self._is_killed))
 
     def _listen(self) -> None:
-        """Handles messages until the link is shut down, and closes it."""
         try:
             while (message := (received := self.link.receive_with_fds())[0]) is not None:
                 self._take_in(message, received[1])
