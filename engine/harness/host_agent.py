@@ -320,7 +320,6 @@ def _stream(at: OwnHost, elected: ElectedHost, workers: HostWorkers) -> Iterator
 
 
 def _end(at: OwnHost, workers: HostWorkers) -> HostOutcome | None:
-    """Returns the outcome as far as this host knows it, or None."""
     if workers.has_left:
         return left(at.registry.own.name)
     with contextlib.suppress(CoordinatorUnavailableError):

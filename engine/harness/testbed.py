@@ -217,7 +217,6 @@ def started_pid(entered: subprocess.Popen[bytes]) -> int | None:
 
 
 def _entering(pid: int) -> list[str]:
-    """Returns the begin of a command line that enters the namespaces of a process."""
     user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
     return ["nsenter", "--target", str(pid), *user, "--net", "--mount", "--pid"]
 
