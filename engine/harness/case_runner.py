@@ -177,7 +177,6 @@ def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
 
 
 def _naming() -> Callable[[Job], str | None]:
-    """Returns the function that names the twin of a job on this host."""
     from engine.files.host_facts import host_facts
     from engine.files.jobs.checkpoint_place import with_weights_hash
     from engine.files.jobs.user_files import data_files

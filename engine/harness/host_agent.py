@@ -36,7 +36,7 @@ from engine.core.job.update_rules import preloads
 from engine.core.kv import KV, Lease
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
-from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE
+from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE, CoordinatorState
 from engine.core.protocol.succession import last_number, restarts_all, succession
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.host_facts import host_facts, host_record
@@ -437,6 +437,12 @@ def _served(workers: HostWorkers) -> Iterator[None]:
         serving.join(_END_S)
 
 
+def _stored_state(at: OwnHost) -> CoordinatorState | None:
+    stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
+    texts = {key: item.value.decode() for key, item in stored.items() if item is not None}
+    return resume(at.job, texts, 0) if texts.keys() == stored.keys() else None
+
+
 def _inherited(
     at: OwnHost,
     before: ElectedHost,
@@ -446,10 +452,7 @@ def _inherited(
     folder: Path,
 ) -> InheritedRun | None:
     """Returns the run to continue, or None if all workers start again; raises CoordinatorUnavailableError."""
-    stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
-    texts = {key: item.value.decode() for key, item in stored.items() if item is not None}
-    state = resume(at.job, texts, 0) if texts.keys() == stored.keys() else None
-    results = workers.heard
+    state, results = _stored_state(at), workers.heard
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
     workers.complete((spawner.told for spawner in living.values()), before.name)
     if restarts_all(state, has_results=bool(results.results.losses)):

@@ -247,7 +247,6 @@ def _ready(starter: subprocess.Popen[bytes]) -> int:
 
 
 def _inner_pid(pid: int) -> int:
-    """Returns the number of a host's init in the outer namespaces."""
     status = Path(f"/proc/{pid}/status").read_text()
     (line,) = [each for each in status.splitlines() if each.startswith("NSpid:")]
     return int(line.split()[-2])

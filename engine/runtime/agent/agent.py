@@ -457,7 +457,6 @@ class Agent:
 
     @property
     def _keeps_last(self) -> bool:
-        """Whether the last committed step is kept now that the run ends."""
         if not self.checkpoints.place or self.is_restarting or self.host.is_forced:
             return False
         return self.interrupted is not None if self.cause is None else keeps_last(self.cause.exit_code)

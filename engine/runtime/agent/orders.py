@@ -299,7 +299,6 @@ class Orders(HelperProcess):
         return question
 
     def _refuse_late(self) -> None:
-        """Gives up a disk whose oldest question is late."""
         if self._questions and time.monotonic() - self._questions[0].asked_s > self._questions[0].limit_s:
             self._stop_waiting(self._questions[0].limit_s)
 

@@ -415,7 +415,6 @@ def size_of(border: Border) -> int:
 
 
 def _layout(border: Border) -> tuple[list[int], int]:
-    """Returns the offset of each tensor in a message, and the size of the message."""
     places, at = [], 0
     for spec in border:
         places.append(aligned(at) if spec.num_bytes else at)

@@ -421,7 +421,6 @@ class Links:
         self._fail(link, error)
 
     def _lose(self, peer: int) -> None:
-        """Gives up a link to another host that could not be established."""
         with self._making:
             link = self._links.setdefault(peer, self._new(peer))
         if link.ends is None:

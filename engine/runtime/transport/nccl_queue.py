@@ -288,7 +288,6 @@ class IssueQueue:
             self._breaks(_BROKEN, error, self._ahead[0][0].peer)
 
     def _issue(self, communicator: Communicator, issued: Issued, header: Header | None) -> bool:
-        """Issues one message; returns False if it is not ready."""
         rank = self._ranks[issued.peer]
         if issued.is_send:
             ready = self._ready.pop((issued.peer, issued.key), None)

@@ -18,7 +18,7 @@ from functools import partial
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, STASH_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.history.run_records import HostLinkRecord, RedoneRecord
+from engine.core.history.run_records import HostLinkRecord, RedoneRecord, TensorsRecord
 from engine.core.history.step_files import Chore
 from engine.core.messages import CommitMessage
 from engine.core.program.compute_times import BORDER_OPS, ComputeTimes
@@ -135,13 +135,16 @@ class Executor:
         self._steps_with_copies = 0
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         held = context.replicas, self.value_store, self.streams, self.end.entries
-        self._census = TensorCensus(*held, context.recorder.write)
+        self._census = TensorCensus(*held, self._write)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
         self._offers = ResidualOffers()
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, device)
+
+    def _write(self, record: TensorsRecord) -> None:
+        self.context.recorder.write(record)
 
     def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""

@@ -269,7 +269,7 @@ class Training:
                 plan_epoch(self._grid, self.context.job.schedule, make.document)
             ),
             outputs.LoadPlan: self._load_plan,
-            outputs.PlanNextStep: self._planner.plan_next_step,
+            outputs.PlanNextStep: self._plan_next_step,
             outputs.TakeNextStep: self._take_next_step,
             outputs.Enter: self._enter,
             outputs.Run: self._run,
@@ -373,6 +373,9 @@ class Training:
 
     def _load_plan(self, output: outputs.LoadPlan) -> None:
         self._made_ready = self._planner.worker_program(output.plan)
+
+    def _plan_next_step(self, output: outputs.PlanNextStep) -> None:
+        self._planner.plan_next_step(output)
 
     def _take_next_step(self, output: outputs.TakeNextStep) -> inputs.Input:
         next_step = self._planner.next_step()
