@@ -31,16 +31,7 @@ from bamboo_cli.host_options import (
     fixing,
 )
 from bamboo_cli.job_options import JobValues, flag_of, flag_texts, resolve_options, takes_job_values
-from bamboo_cli.run_options import (
-    DEFAULT_GRACE,
-    Grace,
-    Injectable,
-    Kills,
-    NoTwin,
-    YesNo,
-    grace_seconds,
-    scenario_of,
-)
+from bamboo_cli.run_options import DEFAULT_GRACE, Grace, Injectable, Kills, NoTwin, YesNo, grace_seconds, scenario_of
 from bamboo_cli.run_result import print_result
 from engine.core.errors import BambooError, Problem, UserError, noting
 from engine.core.errors import problems_of as told

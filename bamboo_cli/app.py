@@ -60,10 +60,7 @@ _PLACES = {
 
 
 class _Group(TyperGroup):
-    """A group of commands whose own flags have False as default.
-
-    Some would have None, for which Typer imports pydantic: too slow for `--help`.
-    """
+    """A group of commands whose own flags have False as default: for None Typer imports pydantic, which is slow."""
 
     def get_params(self, ctx: Any) -> Any:
         """Returns the options of the group."""

@@ -174,10 +174,7 @@ def _chosen(case: str, cases: Cases) -> Cases:
 
 
 def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
-    """Measures the cases one after another, writes the CSV and prints the rows: as a table, or as JSON.
-
-    After a signal these are the rows of the cases that were finished.
-    """
+    """Measures the cases, writes the CSV and prints the rows as a table or JSON, also after a signal."""
     from engine.bench.figures import bench_folder, write_bench
     from engine.runtime.process.interrupts import raising
 

@@ -36,9 +36,7 @@ EndpointsOfRun = Annotated[
 PlainHttp = Annotated[
     bool,
     typer.Option(
-        "--etcd-plain-http",
-        help="Allow plain HTTP to an etcd on another host.",
-        rich_help_panel="Coordination",
+        "--etcd-plain-http", help="Allow plain HTTP to an etcd on another host.", rich_help_panel="Coordination"
     ),
 ]
 
@@ -80,13 +78,7 @@ Settings = Annotated[
     ),
 ]
 Hosts = Annotated[
-    str,
-    typer.Option(
-        "--hosts",
-        metavar="N|NAME,NAME",
-        help="Number of hosts, or their names.",
-        rich_help_panel=_PANEL,
-    ),
+    str, typer.Option("--hosts", metavar="N|NAME,NAME", help="Number of hosts, or their names.", rich_help_panel=_PANEL)
 ]
 RunId = Annotated[
     str,
@@ -134,9 +126,7 @@ HostsWithin = Annotated[
 InstructionSet = Annotated[
     str,
     typer.Option(
-        "--isa",
-        metavar="SET",
-        help="Use the same instruction set on every processor: portable, avx2 or avx512.",
+        "--isa", metavar="SET", help="Use the same instruction set on every processor: portable, avx2 or avx512."
     ),
 ]
 

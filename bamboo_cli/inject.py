@@ -137,10 +137,7 @@ def inject(
 
 
 def _chosen(file: str, scenario: str, words: Sequence[str], check: Callable[[], object]) -> tuple[str, Sequence[str]]:
-    """Returns the scenario that is named, and the command; raises UserError if no scenario is named, or two are.
-
-    The error has the problems of `check` too.
-    """
+    """Returns the scenario that is named, and the command; raises UserError if none is, or two are."""
     if not (file or scenario) or (scenario and Path(file).suffix in (".yaml", ".yml")):  # no command has such a name
         names = f"{file} and {scenario}" if file else "none"
         problem = Problem("inject", "one scenario", names, "such as: bamboo inject kill-middle-stage")
@@ -290,10 +287,7 @@ def _print_faults(loaded: LoadedScenario, as_json: bool) -> None:
 
 
 def _print_case(loaded: LoadedScenario, case: CaseResult, as_json: bool) -> None:
-    """Prints the verdict and one line per check; to stderr if stdout is for JSON.
-
-    A run that could not begin has no check that says anything, but the reason.
-    """
+    """Prints the verdict and a line per check, or why the run could not begin; to stderr beside JSON."""
     from rich.text import Text
 
     from bamboo_cli.live import untold

@@ -35,16 +35,8 @@ class Asked:
     junit: Path | None = None
 
 
-def inject_external(
-    document: Document,
-    command: Sequence[str],
-    refused: Mapping[str, object],
-    asked: Asked,
-) -> int:
-    """Runs a scenario on the job of another launcher; returns the exit code.
-
-    `refused` are the values of options that such a job does not take. Raises UserError with every problem found.
-    """
+def inject_external(document: Document, command: Sequence[str], refused: Mapping[str, object], asked: Asked) -> int:
+    """Runs a scenario on another launcher's job, without the `refused` options; returns the exit code."""
     from engine.external.case import run_external
     from engine.external.kinds import external_kinds
     from engine.files.jobs.external_file import load_external, trust_problem

@@ -35,10 +35,7 @@ _PANEL = "Which cells"
 File = Annotated[
     str,
     typer.Argument(
-        metavar="FILE",
-        help="a shipped matrix or scenario, or a file",
-        show_default=False,
-        autocompletion=library_files,
+        metavar="FILE", help="a shipped matrix or scenario, or a file", show_default=False, autocompletion=library_files
     ),
 ]
 Shard = Annotated[str, typer.Option("--shard", metavar="K/N", help="Run only part K of N.", rich_help_panel=_PANEL)]
@@ -179,10 +176,7 @@ def _chosen(plan: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -
 def _run(
     plan: Matrix, chosen: Sequence[PlannedCell], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
-    """Returns the results of the chosen cells, also those of earlier runs, and the outcome of shrinking.
-
-    After a signal the cells that had not ended are left out.
-    """
+    """Returns the results of the chosen cells, also of earlier runs, and of shrinking; a signal leaves out the rest."""
     from engine.core.checks.cell_result import key_of
     from engine.core.faults.matrix import estimated
     from engine.files.matrix_results import read_results

@@ -124,10 +124,7 @@ def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
 
 
 def find(results: Path, run: str | None) -> RunFolder:
-    """Returns the run with this folder, name or beginning of a name; the latest by default.
-
-    Raises NothingMatchedError if there is no such run, if it has no events yet, or if it is a matrix.
-    """
+    """Returns the run of a folder, a name or its beginning, by default the latest; raises NothingMatchedError."""
     folder = located(results, run)
     if is_foreign(folder):
         hint = f"bamboo report {folder.path} shows it"
@@ -136,10 +133,7 @@ def find(results: Path, run: str | None) -> RunFolder:
 
 
 def load_run(folder: RunFolder, *, every_action: bool = False, reads_checkpoints: bool = False) -> RunTables:
-    """Returns the tables of a run, of a long run with a part of its actions; prints a note before a long read.
-
-    With `reads_checkpoints` a damaged one in the folder of the run is a flaw of its evidence.
-    """
+    """Returns the tables of a run, also of a long one; with `reads_checkpoints` a damaged one is a flaw."""
     from engine.files.events_file import StepReader, read_history
     from engine.files.evidence import proof_of
     from engine.harness.dead_runs import launcher_runs
@@ -168,10 +162,7 @@ def _not_merged(folder: RunFolder) -> list[str]:
 
 
 def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
-    """Prints the outcome of each run, and the checks of a failed one unless they are the table that follows.
-
-    Beside another form than the terminal's, prints only the outcomes of failed runs, to stderr.
-    """
+    """Prints the outcome of each run, and a failed one's checks; with another form only failures, to stderr."""
     from bamboo_cli.tables import BAD, GOOD, OPEN, STRONG, print_table, say
     from engine.report.formats import for_terminal
     from engine.report.headline import headline
@@ -214,10 +205,7 @@ def _page_of(run: RunTables) -> str:
 
 
 def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
-    """Prints each run that has not passed and the outcome of each condition; returns the exit code of all.
-
-    Raises UserError for a malformed condition.
-    """
+    """Prints each run that has not passed, and each condition; returns the exit code of all. Raises UserError."""
     from engine.report.compare import judge_run
     from engine.report.load import TABLES, joined
 
@@ -234,10 +222,7 @@ def _verified(runs: Sequence[RunTables], *, is_strict: bool) -> ExitCode:
 
 
 def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
-    """Reads the checkpoints in the folder of a run, and returns the flaw of each damaged one.
-
-    The place that a job names for checkpoints is not read: a run may be from elsewhere.
-    """
+    """Reads the checkpoints in a run's own folder, and returns the flaw of each damaged one."""
     from engine.core.checks.proof import Flaw
     from engine.files.checkpoint_folder import checkpoints_at
 

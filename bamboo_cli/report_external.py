@@ -26,10 +26,7 @@ def report_external(
     fail_if: Sequence[str],
     write: Callable[[RunFolder, Callable[[], str]], None],
 ) -> ExitCode:
-    """Reports on runs of other launchers' jobs; returns the exit code.
-
-    Raises UserError for a table or a file that such runs do not have, and for runs of bamboo's own among them.
-    """
+    """Reports on runs of other launchers' jobs; returns the exit code. Raises UserError for what they do not have."""
     from bamboo_cli.tables import print_table
     from engine.report.external_tables import joined
     from engine.report.formats import for_terminal

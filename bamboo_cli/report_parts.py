@@ -54,10 +54,7 @@ class Format(StrEnum):
 
 
 def located(results: Path, run: str | None) -> RunFolder:
-    """Returns a run as `find` does, or one of another launcher's jobs: ``external/NAME``, or a name that only it has.
-
-    Raises NothingMatchedError if there is no such run.
-    """
+    """Returns a run as `find` does, or one of another launcher (``external/NAME``); raises NothingMatchedError."""
     from engine.files.jobs.library import EXTERNAL_FOLDER
     from engine.files.run_folder import LATEST, find_run, run_names
 

@@ -85,9 +85,7 @@ Tee = Annotated[
 Injectable = Annotated[
     YesNo,
     typer.Option(
-        "--injectable",
-        help="Accept faults from `bamboo inject --run` during the run.",
-        rich_help_panel=_PANEL,
+        "--injectable", help="Accept faults from `bamboo inject --run` during the run.", rich_help_panel=_PANEL
     ),
 ]
 EventsMax = Annotated[
@@ -117,10 +115,7 @@ def events_setting(size: str) -> list[str]:
 
 
 def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool, after: int = -1) -> Scenario:
-    """Returns the scenario of a job with the user's kills; raises UserError with every problem.
-
-    It expects the weights of the twin in each step with hashes in both runs. Training begins behind the step `after`.
-    """
+    """Returns the scenario of a job with the user's kills, after the step `after`; raises UserError."""
     from engine.core.faults.fault import At
     from engine.core.faults.kill_text import kill_scenario
     from engine.core.faults.scenario import Expect
@@ -186,10 +181,7 @@ NoticeUrl = Annotated[
 NoticeEvery = Annotated[
     str | None,
     typer.Option(
-        "--notice-every",
-        metavar="DURATION",
-        help="Interval between polls (default 5s).",
-        rich_help_panel=_NOTICES,
+        "--notice-every", metavar="DURATION", help="Interval between polls (default 5s).", rich_help_panel=_NOTICES
     ),
 ]
 
@@ -307,10 +299,7 @@ def _end_with_caller() -> None:
 
 
 def announcing(screen: Screen, keywords: bool) -> Screen:
-    """Returns a screen that also prints the folder of a run, but of no twin; from now on the run ends with its caller.
-
-    Without `keywords` the caller is no Python program, and the screen stays as it is.
-    """
+    """Returns a screen that also prints the run's folder, and ends the run with its caller, if that is Python."""
     if not keywords:
         return screen
     threading.Thread(target=_end_with_caller, daemon=True).start()

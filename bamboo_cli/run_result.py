@@ -48,10 +48,7 @@ def with_origins(problems: Iterable[Problem], resolved: ResolvedJob) -> list[Pro
 
 
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob, as_json: bool) -> None:
-    """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON.
-
-    The summary gets the command that goes on with the run, as `next`.
-    """
+    """Prints the summary line, with the command that continues the run; to stderr for errors and beside JSON."""
     from bamboo_cli.live import untold
     from engine.core.texts import not_kept_words
 

@@ -328,12 +328,10 @@ def _read(path: Path) -> str:
 @schedule.command()
 def use(
     name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="A schedule that fits the run; own: back to the job's own schedule."),
+        str, typer.Argument(metavar="NAME", help="A schedule that fits the run; own: back to the job's own schedule.")
     ],
     run: Annotated[
-        str,
-        typer.Option("--run", metavar="RUN", help="Name of a live run.", autocompletion=completion.runs),
+        str, typer.Option("--run", metavar="RUN", help="Name of a live run.", autocompletion=completion.runs)
     ] = "latest",
     results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = Path("results"),
     as_json: AsJson = False,

@@ -72,7 +72,7 @@ def status(
 def _show(reader: Reader, *, watch: bool, as_json: bool) -> None:
     """Shows the status once, or until the run ends; raises CoordinatorUnavailableError if its launcher is gone."""
     from bamboo_cli.status_picture import StatusPicture
-    from engine.core.protocol.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
+    from engine.core.protocol.run_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:
         while True:
@@ -126,7 +126,7 @@ class Reader:
     def look(self) -> tuple[RunStatus, bool, bool]:
         """Returns the status, whether it is from the store, and whether a launcher runs or recorded the end."""
         from engine.core.history.process_records import StoreRecord
-        from engine.core.protocol.recorded_status import live_status, status_of_history
+        from engine.core.protocol.run_status import live_status, status_of_history
         from engine.files.events_file import GrowingEvents, StepReader
         from engine.files.run_folder import find_run
         from engine.harness.dead_runs import launcher_runs
@@ -157,10 +157,7 @@ class Reader:
         return f"; other hosts may continue it: bamboo status --wait {host.run_id} --etcd HOST:PORT"
 
     def _from_store(self, logs: Path, store: StoreRecord) -> RunStatus | None:
-        """Returns the status in the store of a run; None, once with a reason, if it is not a store that the user named.
-
-        Also None if the store is gone, or the run has no coordinator any more.
-        """
+        """Returns the status in a store that the user named; None, once with a reason, if there is none any more."""
         settings = settings_of_run(logs, store, self._etcd, self._plain_http)
         if settings is not None:
             return _status_in(store.run_id, settings)

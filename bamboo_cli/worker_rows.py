@@ -57,10 +57,7 @@ def doing(text: str, is_recovering: bool, noun: str) -> str:
 
 
 def slots_text(slots: Iterable[Slot], several: bool, heirs: Mapping[Slot, int]) -> str:
-    """Returns the slots of a worker, with their pipelines if there are several; `heirs` own some of them by now.
-
-    Three or more consecutive ones are one text, such as ``0-3`` or ``1.0-3``.
-    """
+    """Returns a worker's slots, runs such as ``0-3`` or ``1.0-3``; `heirs` own some of them by now."""
     of: dict[tuple[int, int | None], list[int]] = {}
     for pipeline, stage in slots:
         of.setdefault((pipeline, heirs.get((pipeline, stage))), []).append(stage)

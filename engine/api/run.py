@@ -405,7 +405,7 @@ class TrainingRun:
 
     def status(self) -> RunStatus:
         """Returns the phase of the run, its last step and loss, the owners of its stages and the verdicts so far."""
-        from engine.core.protocol.recorded_status import status_of_history
+        from engine.core.protocol.run_status import status_of_history
 
         history = self._events(last_commits=True).read_on()
         history.last_action |= StepReader(self.folder).last_actions({})

@@ -57,10 +57,7 @@ def events_cases(quick: bool) -> Cases:
 
 
 def bench_reading(num_steps: int, limit: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of `bamboo report` with its page, and of `bamboo status`, over a made-up run of `limit` bytes.
-
-    The last row is the part of the events that is never left out: it must fit into the default limit.
-    """
+    """Returns the rows of `bamboo report` and `status` over a made-up run of `limit` bytes, and what always stays."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         run = create_run_folder(Path(name), "made-up", datetime.now(), "0000")
         _write(run, num_steps, limit)

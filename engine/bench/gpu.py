@@ -47,10 +47,7 @@ JOB = Job(
 
 
 def gpu_cases(quick: bool) -> Cases:
-    """Returns the cases of `bamboo bench gpu`.
-
-    Raises EnvironmentLacksError if this host has no GPU that torch can use.
-    """
+    """Returns the cases of `bamboo bench gpu`; raises EnvironmentLacksError without a GPU that torch can use."""
     if why := lacks(JOB, accelerators()):
         raise EnvironmentLacksError(f"the benchmarks on a GPU need one, and there is {why}")
     return cases_of(JOB, *((1, 3) if quick else (_ROUNDS, _ITERATIONS)))

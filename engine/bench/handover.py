@@ -76,10 +76,7 @@ def handover_cases(quick: bool) -> Cases:
 
 
 def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of stalls by notices at random actions of all stages, and of steps after notices and kills.
-
-    Raises WorkerFailedError if a run failed, or an action ran twice after a notice.
-    """
+    """Returns the rows of stalls by notices, and of steps after notices and kills; raises WorkerFailedError."""
     job = replace(overhead_jobs()[CASE], steps=_STEPS)
     chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same actions
     notices, calm_ms = [], []
@@ -105,10 +102,7 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Bench
 
 
 def bench_blocks_handover(num_notices: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of stalls by notices to the worker in the middle of three, and of steps after them.
-
-    Raises WorkerFailedError if a run failed, an action ran twice, or a neighbour got other blocks than its half.
-    """
+    """Returns the rows of stalls by notices to the middle one of three workers; raises WorkerFailedError."""
     job = replace(_BLOCKS_JOB, steps=_STEPS)
     chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same actions
     notices, calm_ms = [], []
@@ -238,10 +232,7 @@ def notice_cases(quick: bool) -> Cases:
 
 
 def bench_notice(graces_s: tuple[float, ...], folder: Path) -> list[BenchRow]:
-    """Returns the rows of each grace, and those of the least useful notice.
-
-    Raises WorkerFailedError if a run failed.
-    """
+    """Returns the rows of each grace, and of the least useful notice; raises WorkerFailedError if a run failed."""
     kill = _leave_cost(_leave({"do": "kill"}, folder))
     rows, useful = [], []
     for grace_s in graces_s:

@@ -87,10 +87,7 @@ def pause_cases(quick: bool) -> Cases:
 
 
 def bench_pause(case: KillCase, num_kills: int, points: Sequence[float], folder: Path) -> list[BenchRow]:
-    """Returns the rows of a case's pause with each kind of redundancy, from `num_kills` kills at each point.
-
-    Raises WorkerFailedError if a run did not recover.
-    """
+    """Returns the rows of a case's pause per redundancy, from `num_kills` kills per point; raises WorkerFailedError."""
     cells = [(mode, point) for mode in MODES for point in points]
     results = in_turns({cell: partial(killed, case, MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
     rows = []
@@ -248,10 +245,7 @@ def blocks_cases(quick: bool) -> Cases:
 
 
 def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
-    """Returns the row of the time of a step with blocks, beside one block per worker.
-
-    Raises WorkerFailedError if a run failed.
-    """
+    """Returns the row of step times with blocks, beside one per worker; raises WorkerFailedError."""
 
     def measured(blocks: int) -> float:
         return seconds_between_commits(
@@ -263,10 +257,7 @@ def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[Ben
 
 
 def bench_blocks_pause(num_kills: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of the pause after a kill, and of some phases, with blocks beside one block per worker.
-
-    Raises WorkerFailedError if a run did not recover.
-    """
+    """Returns the rows of pauses after a kill with blocks, beside one per worker; raises WorkerFailedError."""
     results = in_turns({blocks: partial(_phases_ms, blocks, folder) for blocks in (_BLOCKS, 1)}, num_kills)
     rows = []
     for name in ("pause", *_BLOCKS_PHASES):

@@ -88,9 +88,8 @@ SYSTEMS = {
 class RefereeRow:
     """One scenario on one system; a figure that was not seen is None.
 
-    `stall_ms` is how long training stood in all, `lost` the steps that not every rank counts in the end, `repeated`
-    those that were done more than once, `struck` the ranks that were struck, `blamed` those that the system
-    names.
+    `stall_ms` is how long training stood in all, `lost` counts steps that not every rank has in the end, `repeated`
+    those done more than once; ranks were `struck`, and `blamed` by the system.
     """
 
     system: str
@@ -123,17 +122,9 @@ COLUMNS = tuple(each.name for each in fields(RefereeRow))
 
 
 def referee_rows(
-    systems: Sequence[str],
-    case: str,
-    repeats: int,
-    folder: Path,
-    interrupts: Interrupts,
-    say: Callable[[str], object],
+    systems: Sequence[str], case: str, repeats: int, folder: Path, interrupts: Interrupts, say: Callable[[str], object]
 ) -> Iterator[RefereeRow]:
-    """Yields the rows of some systems, of the scenarios whose names contain `case`, each run so many times.
-
-    Each run leaves its events and its output in `folder`. The rows end after a signal.
-    """
+    """Yields the rows of systems and scenarios that contain `case`, each run so often; ends after a signal."""
     for name in systems:
         system = SYSTEMS[name]
         release = installed_version(system.package) or installed_version(f"{system.package}-nightly")

@@ -55,10 +55,7 @@ def coordination_cases(quick: bool) -> Cases:
 
 
 def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of the times from an exit seen by the agent to its reception by the 7 workers that are left.
-
-    The agent tells them of the exit at once, and of the verdict when the coordinator has written it.
-    """
+    """Returns the rows of times from an exit to its reception by 7 workers: at once, and with the verdict."""
     with _rounds(8, num_rounds, folder) as rounds:
         taken = [_relay_s(events, _marks_ns(events, "told")) for events in rounds]
     case = "8 workers, one is killed"
@@ -127,14 +124,7 @@ def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterato
         yield rounds()
 
 
-def _round(
-    number: int,
-    num_workers: int,
-    folder: Path,
-    server: ForkServer,
-    kv: Any,
-    interrupts: Interrupts,
-) -> Agent:
+def _round(number: int, num_workers: int, folder: Path, server: ForkServer, kv: Any, interrupts: Interrupts) -> Agent:
     """Starts workers, of which one kills itself; serves them until all have ended."""
     job = Job(model="mlp", stages=num_workers, redundancy="none")  # a verdict ends a run without redundancy at once
     ownership = fresh(Grid(job.stages, job.microbatches))

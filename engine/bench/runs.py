@@ -133,20 +133,14 @@ def seconds_between_commits(run: BenchRun) -> float:
 
 
 def run_bamboo(folder: Path, *flags: str, **variables: str) -> BenchRun:
-    """Runs `bamboo run` in `folder` with `flags` and environment `variables`; deletes its run folder afterwards.
-
-    Raises WorkerFailedError if the run failed.
-    """
+    """Runs `bamboo run` in `folder` and deletes its run folder; raises WorkerFailedError if the run failed."""
     with tempfile.TemporaryDirectory(dir=folder) as results:
         run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags], **variables)
         return BenchRun(run.started_ns, run.stdout, _history_of(json.loads(run.stdout)["run_dir"]))
 
 
 def watched_bamboo(folder: Path, look: Callable[[int, RunHistory], T | None], *flags: str) -> T:
-    """Starts `bamboo run` with `flags`, and ends it as soon as `look` returns something, given its pid and its history.
-
-    Raises WorkerFailedError if the run ends before, or after two minutes.
-    """
+    """Runs `bamboo run` until `look` returns something; raises WorkerFailedError if it ends before, or in 2 minutes."""
     with tempfile.TemporaryDirectory(dir=folder) as results:
         command = [sys.executable, "-m", "bamboo_cli", "run", "--json", "--results", results, *flags]
         with subprocess.Popen(
@@ -165,10 +159,7 @@ def watched_bamboo(folder: Path, look: Callable[[int, RunHistory], T | None], *f
 
 
 def run_with_fault(folder: Path, job: Mapping[str, Any], fault: Mapping[str, Any]) -> RunHistory:
-    """Returns the history of a run of these fields of a job with a fault.
-
-    Raises WorkerFailedError if the run failed, or the fault did not strike.
-    """
+    """Returns the history of a run with a fault; raises WorkerFailedError if it failed or the fault did not strike."""
     scenario = {"version": 1, "name": "bench", "about": "one worker leaves", "job": job, "faults": [fault]}
     with tempfile.TemporaryDirectory(dir=folder) as results:
         file = Path(results) / "scenario.yaml"
@@ -188,10 +179,7 @@ def _history_of(run_dir: str) -> RunHistory:
 
 
 def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun:
-    """Runs Python with `arguments` in `folder`, which has no job file; adds `variables` to the environment.
-
-    Raises WorkerFailedError with its stderr if the process failed.
-    """
+    """Runs Python in `folder` with more environment `variables`; raises WorkerFailedError with its stderr."""
     environment = _environment(folder) | variables
     command = [sys.executable, *arguments]
     started_ns = time.monotonic_ns()
@@ -274,10 +262,7 @@ def redundancy_cases(quick: bool) -> Cases:
 
 
 def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of one case's step time with each redundancy, and with streams.
-
-    Raises WorkerFailedError if a run failed.
-    """
+    """Returns the rows of a case's step time per redundancy, and with streams; raises WorkerFailedError."""
 
     def measured(mode: str) -> float:
         run = run_bamboo(folder, *timed_flags(replace(job, **_IN_TIME[mode], steps=num_steps)))
@@ -293,12 +278,10 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
 
 
 def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
-    """Returns the rows of the peak memory, summed over all workers, with each redundancy beside none.
+    """Returns the rows of the peak memory of all workers with each redundancy beside none.
 
-    The first measurement uses the C allocator's defaults, by which the process keeps much freed memory in small pieces.
-    The second makes it return every freed block of at least 128 KiB, so that little memory is not of tensors.
-
-    Raises WorkerFailedError if a run failed.
+    The first measurement uses the C allocator's defaults, which keep much freed memory; the second returns every freed
+    block of 128 KiB or more. Raises WorkerFailedError if a run failed.
     """
     width, depth = (64, 4) if quick else (512, 8)
     job = Job(model="gpt", model_args={"width": width, "depth": depth}, steps=3)

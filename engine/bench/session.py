@@ -41,7 +41,7 @@ from engine.core.messages import (
     WelcomeMessage,
 )
 from engine.core.ownership import Ownership
-from engine.core.protocol.borders import Borders
+from engine.core.protocol.coordinator_state import Borders
 from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
 from engine.runtime.process.fork_client import ForkServer

@@ -55,10 +55,7 @@ class AgentStore(Store):
 
 
 def join_default_group(store: Store, rank: int, size: int, device: Device = HOST) -> None:
-    """Forms torch's default process group over the loopback interface; tensors of a GPU go over NCCL.
-
-    NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own. It has not been run on a GPU yet.
-    """
+    """Forms torch's default group over loopback, by NCCL for GPUs: each rank is a host. Not run on a GPU yet."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     if not device.is_host:
         os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE}

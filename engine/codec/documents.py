@@ -39,10 +39,7 @@ def state_text(state: State) -> str:
 
 
 def state_of(text: str, now_ns: int) -> State:
-    """Returns the state that another coordinator has written, on this one's clock.
-
-    Raises InvariantError if `text` is no such state.
-    """
+    """Returns the state of another coordinator on this one's clock; raises InvariantError for another text."""
     return again(_fields_of(text, _FORM_OF_STATE, "state of the membership protocol"), now_ns)
 
 
@@ -54,10 +51,7 @@ def documents(state: CoordinatorState) -> dict[str, str]:
 
 
 def resume(job: Job, texts: Mapping[str, str], now_ns: int) -> CoordinatorState:
-    """Returns the state that another coordinator has kept in `documents`, on this one's clock.
-
-    Raises InvariantError if one of them is of another form.
-    """
+    """Returns the state kept in `documents`, on this coordinator's clock; raises InvariantError for another form."""
     membership = state_of(texts[STATE], now_ns)
     facts = _fields_of(texts.get(FACTS, ""), _FORM_OF_FACTS, "facts of a coordinator")
     commit = _fields_of(texts[COMMIT], _FORM_OF_COMMIT, "commit of a coordinator") if COMMIT in texts else None

@@ -132,10 +132,7 @@ def _refuse_long(value: Any) -> None:
 
 
 def whole_end(line: str) -> str:
-    """Returns the record at the end of a torn line, which another writer appended to the half; empty without one.
-
-    The text that is searched for cannot stand inside of a record: there its quotes have backslashes.
-    """
+    """Returns the whole record that another writer appended to a torn line; empty without one."""
     begin = line.rfind('{"event":')
     return line[begin:] if begin > 0 else ""
 

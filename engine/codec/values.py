@@ -101,10 +101,9 @@ def read(text: str | bytes, made: type[Made], called: str, *, is_whole: bool = T
 
 
 def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True) -> Made:
-    """Returns the value of a class that has these plain values.
+    """Returns the value of a class from plain values; raises InvariantError with the first wrong field.
 
-    No object has another field than its class. With `is_whole` each has all of them; without it, those with a default
-    may be missing. Raises InvariantError that names the first wrong field.
+    No object has another field than its class. With `is_whole` each has all of them.
     """
     value = converted(plain, made, called)
     try:

@@ -49,13 +49,10 @@ def run_external(
     say: Callable[[str], object],
     root: int | None = None,
 ) -> ExternalCase:
-    """Runs the command of a scenario with its faults, and then without any if it expects the bits of that twin.
+    """Runs the command of a scenario with its faults, and its twin without any if the scenario expects its bits.
 
-    With `root`, a process, it strikes the job that runs below it instead. `hear` gets the output, `say` a line about
-    the folder.
-
-    Raises UserError if the command cannot be started or this host lacks what a fault needs, and StorageError if the
-    folder cannot be written.
+    With `root`, a process, it strikes the job below it instead. `hear` gets the output, `say` a line about the folder.
+    Raises UserError if the command cannot start or this host lacks a fault's needs, and StorageError.
     """
     scenario = loaded.scenario
     reported = _reported_by(root) if root is not None else None

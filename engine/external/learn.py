@@ -71,10 +71,7 @@ class LearnedScenario:
 
 
 def learn(paths: Iterable[Path]) -> LearnedScenario:
-    """Returns the scenario of the first failure that some logs show.
-
-    Raises NothingMatchedError if no line shows one, and StorageError if a file cannot be read.
-    """
+    """Returns the scenario of the first failure in some logs; raises NothingMatchedError, or StorageError."""
     signs, issued = list[LogSign](), dict[int, tuple[int, str]]()
     for path in paths:
         try:

@@ -39,10 +39,7 @@ _CALLS = ("REDUCE", "NEWOBJ")
 
 
 def unpickled(data: bytes, source: str) -> Any:
-    """Returns the value that a pickle describes, with a `PickledObject` for each object that is no plain value.
-
-    Raises StorageError, which names the source, for data that is no pickle or has instructions of another kind.
-    """
+    """Returns the value of a pickle, with `PickledObject`s for anything but plain values; raises StorageError."""
     machine = _Machine()
     try:
         for code, argument, _ in pickletools.genops(data):

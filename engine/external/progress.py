@@ -42,8 +42,8 @@ class ProgressSource(Protocol):
 class GrowingFile:
     """A file that a job appends to; one that became shorter was begun again.
 
-    It is read in parts of at most `most` bytes, and no line or record may be longer: of such a line an empty one is
-    left, and behind such a record, whose end is not known, the file is given up.
+    Parts, lines and records have at most `most` bytes: a longer line counts as empty, and a longer record, whose end is
+    unknown, ends the reading.
     """
 
     path: Path
@@ -152,10 +152,10 @@ def _object(line: bytes) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class OutputSteps:
-    """The lines of a job's output that a regular expression matches: its groups are step, and loss and rank if any.
+    """The lines of a job's output that a pattern matches, with groups step, and loss and rank if any.
 
-    Without a group for it, the rank is that before the line, as torchrun writes it: ``[default1]:``. Raises UserError
-    for a pattern without the group.
+    By default the rank is as torchrun writes it before the line: ``[default1]:``. Raises UserError without the group
+    step.
     """
 
     path: Path

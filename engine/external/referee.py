@@ -106,10 +106,7 @@ class _Ongoing:
 
 
 class Referee:
-    """One run of a job: `folder` gets its events, its output and its reports; `hear` gets each line of output.
-
-    `reported` is the folder to which the processes of a job report that runs already.
-    """
+    """One run of a job: `folder` gets its files, `hear` its output; `reported` is that of a job that runs already."""
 
     def __init__(
         self,
@@ -349,10 +346,7 @@ class Referee:
         return numbers.get("rank", numbers.get("local_rank"))
 
     def _act(self, now: int) -> None:
-        """Strikes with the faults that are due, sends the signals that are, and looks for the effects of faults.
-
-        It looks before a signal ends an effect, which would otherwise go unseen on a busy machine.
-        """
+        """Looks for effects, then strikes and sends the signals that are due, as a signal may end an effect."""
         self._look()
         for fault in self._pending.due(self._view, now):
             self._begin(fault)
@@ -404,10 +398,7 @@ class Referee:
             self._note(EffectSeen(now_ns(), fault.id, "its victim had ended by then", why_not=True))
 
     def _send(self, strike: _Strike, timed: TimedSignal) -> bool:
-        """Sends a signal to all victims and plans the next one; returns whether any victim lived.
-
-        The time to the next one counts from this one: a stop that comes late lasts as long as another.
-        """
+        """Sends a signal to all victims, and plans the next one from now on; returns whether any victim lived."""
         if timed.number == signal.SIGSTOP and self._stopping_fd >= 0:
             os.write(self._stopping_fd, "".join(f"{victim.pid}\n" for victim in strike.victims).encode())
         has_reached = [victim.send(timed.number) for victim in strike.victims]

@@ -31,10 +31,7 @@ DIGITS = 16  # of a hash: a job of hundreds of tensors writes them at each step
 def fingerprint_of(
     model: nn.Module | Mapping[str, Tensor], optimizer: Optimizer | None, sample: int | None
 ) -> dict[str, str]:
-    """Returns the hash of each tensor of a model and its optimizer, in the order of their names in the model.
-
-    `sample` is the number of elements of each that are hashed, None for all.
-    """
+    """Returns the hash of each tensor of a model and its optimizer, of `sample` elements; None for all."""
     named = dict(_of_model(model))
     settings: dict[str, str] = {}
     if optimizer is not None:
@@ -61,10 +58,7 @@ def _hasher() -> Callable[[bytes], Any]:
 
 
 def _quick_hash(tensor: Tensor) -> str:
-    """Returns a hash of a tensor's type, shape and bytes, read in place.
-
-    Not in a thread beside the next step: that changes the tensor in place, and a hash of half of either state is none.
-    """
+    """Returns a hash of a tensor's type, shape and bytes, read in place before the next step changes them."""
     plain = tensor.cpu().contiguous()
     digest = _hasher()(f"{plain.dtype} {list(plain.shape)}\n".encode())
     digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
@@ -127,10 +121,7 @@ _STEP_KEYS = ("step", "global_step", "iteration")
 
 
 class CheckpointEvidence(NamedTuple):
-    """The states in the checkpoints of a run and its twin, and how far tensors differ, by step and name.
-
-    `unread` has a sentence for each checkpoint that could not be read.
-    """
+    """The states in a run's and its twin's checkpoints, their tensors' distances, and what could not be read."""
 
     run: list[StateReport]
     twin: list[StateReport]

@@ -138,10 +138,7 @@ def together(loads: list[GpuLoad]) -> GpuLoad:
 
 
 def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> tuple[str, ...]:
-    """Returns the GPUs of a host that processes may use, each by its number or its UUID.
-
-    Like CUDA, it reads its variable up to the first invalid entry, such as -1.
-    """
+    """Returns the GPUs that processes may use, by number or UUID, up to the first invalid entry, as CUDA does."""
     listed = environment.get(_VISIBLE)
     if listed is None:
         return tuple(map(str, range(num_gpus)))
@@ -226,11 +223,7 @@ def nccl_stand_in() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """What a launcher can know about the GPUs of its host.
-
-    `num_gpus` counts the visible ones, `names` are their models according to the driver, `torch_cuda` is the CUDA
-    version that torch was built with, if any, and `nccl` the version of NCCL, if it is from a wheel.
-    """
+    """What a launcher knows about its host's visible GPUs, the CUDA of its torch, and NCCL from a wheel."""
 
     num_gpus: int = 0
     names: tuple[str, ...] = ()
@@ -282,10 +275,7 @@ def device_for(job: Job, host: Accelerators) -> tuple[DeviceKind, str]:
 
 
 def lacks(job: Job, host: Accelerators, num_workers: int | None = None) -> str:
-    """Returns why the workers of a job, or `num_workers`, cannot compute on the GPUs of this host, or an empty string.
-
-    Standby workers need a GPU too: CUDA is initialized, and their memory allocated, before they take a place.
-    """
+    """Returns why the job's workers, or `num_workers`, cannot compute on this host's GPUs; standbys need one too."""
     num_workers = job.num_workers + job.standby if num_workers is None else num_workers
     if not host.num_gpus:
         return "no GPU"
@@ -306,10 +296,7 @@ def sharing(job: Job, host: Accelerators | None = None) -> str:
 
 
 def refuse_what_this_host_lacks(job: Job, host: Accelerators | None = None, num_workers: int | None = None) -> None:
-    """Raises EnvironmentLacksError with everything that this host lacks for the workers of a job.
-
-    `num_workers` are those of this host, if it does not have all of them.
-    """
+    """Raises EnvironmentLacksError with all that this host lacks for a job's workers, or `num_workers` of them."""
     host = accelerators() if host is None else host
     lacking, problems = lacks(job, host, num_workers), []
     if job.device == "cuda" and lacking:

@@ -42,20 +42,17 @@ def of_system(error: OSError) -> BambooError:
 
 
 def write_atomically(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
-    """Replaces bamboo's own file at `path` once the whole content is on disk; only this user can read it.
+    """Replaces bamboo's own file at `path` once its content is on disk, or (not `is_synced`) with the kernel.
 
-    One that is not `is_synced` outlives this process, but not a loss of power.
-
-    Raises StorageError if the content could not be stored, or the folder is a link; the file at `path` is unchanged.
+    Only this user can read it. Raises StorageError if it could not be stored or the folder is a link; the file is
+    unchanged.
     """
     with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
         _replace(folder, path.name, content, _PRIVATE, is_synced=is_synced)
 
 
 def write_named(path: Path, content: str | bytes) -> None:
-    """Writes a file that the user named: replaces a file or a link, writes to a device or a pipe.
-
-    A file keeps its mode; a new one has the mode of the umask.
+    """Writes a file that the user named, with its mode or the umask's; writes to a device or a pipe.
 
     Raises StorageError if the content could not be stored; a file at `path` is unchanged.
     """
@@ -72,10 +69,7 @@ def write_named(path: Path, content: str | bytes) -> None:
 
 
 def create_file(path: Path, below: Path, text: str) -> None:
-    """Writes a new file for the user, and makes its folders; no part of the path after `below` may be a link.
-
-    Raises StorageError if it could not be written, or there is an entry of that name.
-    """
+    """Writes a new file for the user, and makes its folders; raises StorageError, also for a link below `below`."""
     make_folder(path.parent, below)
     with (
         storage_errors("write", path),
@@ -86,10 +80,7 @@ def create_file(path: Path, below: Path, text: str) -> None:
 
 
 def open_to_append(path: Path, *, is_read: bool = False) -> int:
-    """Returns a descriptor that appends to bamboo's own file at `path`; makes the file if it does not exist.
-
-    Raises StorageError if it could not be opened, or it is a link or no regular file, or its folder is a link.
-    """
+    """Returns a descriptor that appends to bamboo's own regular file, made if absent; raises StorageError."""
     access = os.O_RDWR if is_read else os.O_WRONLY
     with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
         return _opened(path.name, access | os.O_APPEND | os.O_CREAT, folder)
@@ -101,10 +92,7 @@ def open_to_read(path: Path) -> int:
 
 
 def is_hollow(facts: os.stat_result) -> bool:
-    """Returns whether a large file consists mostly of holes, which appending never leaves.
-
-    A sixteenth of it on disk is enough, because a file system may compress. Some count no blocks at all.
-    """
+    """Returns whether a large file is mostly holes: less than a sixteenth is on disk, and blocks are counted."""
     return facts.st_size > _DENSE_BYTES and facts.st_blocks * BLOCK_BYTES < facts.st_size // _MOST_HOLES
 
 
@@ -136,10 +124,7 @@ def sync_folder(folder: int) -> None:
 
 
 def make_folder(folder: Path, below: Path, hint: str = "") -> None:
-    """Creates a folder and its parents if necessary; no part of the path after `below` may be a link.
-
-    Raises StorageError if it could not be made; the message ends with the hint.
-    """
+    """Creates a folder and its parents, without a link below `below`; raises StorageError, ending with the hint."""
     with storage_errors("make", folder, hint):
         with suppress(FileExistsError):
             below.mkdir(parents=True)

@@ -68,10 +68,7 @@ class Disk(Protocol):
         """Removes a file, a link, or an empty folder."""
 
     def names(self) -> list[str]:
-        """Returns the names of all entries, also in folders; ``FOLDER/`` for a link and an unreadable folder.
-
-        A folder that does not exist has none.
-        """
+        """Returns the names of all entries, also in folders; ``FOLDER/`` for a link and an unreadable folder."""
 
 
 class OwnDisk:

@@ -72,10 +72,7 @@ class NewestGood:
 
 
 class CheckpointFolder:
-    """The checkpoints in a storage, to which the run `owner` writes.
-
-    Every method raises StorageError if the storage cannot be written or read.
-    """
+    """The checkpoints in a storage, to which the run `owner` writes; every method may raise StorageError."""
 
     def __init__(self, storage: Storage, owner: str = ""):
         self._storage = storage
@@ -182,8 +179,7 @@ class CheckpointFolder:
     ) -> tuple[CheckpointName, ...]:
         """Returns the checkpoints older than the `keep` newest ones of their run, for one run or for all.
 
-        The caller knows that the newest one is good because it has just written it; or each one is verified first
-        (`is_verified`), and bad ones do not count.
+        With `is_verified` bad ones do not count; else the caller has just written the newest one.
         """
         by_run: dict[str, list[CheckpointName]] = {}
         for manifest, name in self._read_all(run, {} if is_verified else self._written)[0]:
@@ -221,10 +217,7 @@ class CheckpointFolder:
         self._remove_all(step_folder(step), files)
 
     def orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
-        """Returns the parts that no manifest names, and partial manifests, of the owners that count.
-
-        A folder with an unreadable manifest has none.
-        """
+        """Returns the owners' parts, and partial manifests, that no manifest names; none beside an unreadable one."""
         by_folder: dict[str, list[str]] = {}
         for name in self._storage.names():
             folder, _, file = name.rpartition("/")
@@ -281,10 +274,8 @@ def checkpoints_at(
 ) -> CheckpointFolder:
     """Returns the checkpoints in a folder, which the first file creates, or at a URL, without reading any.
 
-    No part of the path of a folder after `below` may be a link; without it, only the user's own links may lead there.
-    `troubles` are faults of the disk or the store. Files are written with names of the run `run`.
-
-    Raises UserError if the URL cannot be used.
+    No part of the path after `below` may be a link; without it, only the user's own ones. `troubles` are faults of the
+    disk, `run` names written files. Raises UserError if the URL cannot be used.
     """
     owner = owner_of(run) if run else ""
     if (folder := folder_at(place)) is None:
@@ -308,11 +299,9 @@ _START = Path("/proc/sys/kernel/random/boot_id")  # changes with every boot
 
 @contextlib.contextmanager
 def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
-    """Claims a place for a run during the block; without a place, or in an object store, it claims nothing.
+    """Claims a place for a run during the block, unless it is an object store or empty; raises StorageError.
 
     `heir` is the folder with which another host continues the run: the run lives as long as one of its claims.
-
-    Raises StorageError if the folder cannot be written.
     """
     folder = folder_at(place) if place else None
     if folder is None:
@@ -334,9 +323,7 @@ def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
 def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tuple[str, ...]:
     """Removes the parts of dead runs that no manifest names, or only lists them (`is_trial`); returns their names.
 
-    If the user says that no run writes there (`believed`), only runs that provably live keep their parts.
-
-    Raises StorageError if the place cannot be read or written.
+    If the user says that no run writes (`believed`), only runs that provably live keep theirs. Raises StorageError.
     """
     checkpoints, folder = checkpoints_at(place), folder_at(place)
     disk = OwnDisk(folder or Path())

@@ -126,10 +126,7 @@ def is_private(url: str) -> bool:
 
 
 class ObjectStorage:
-    """The objects below a URL, as `Storage` says; `troubles` are faults of the store.
-
-    Raises UserError if fsspec does not know the URL, lacks the package for it, or the URL has credentials in it.
-    """
+    """The objects below a URL; raises UserError for an unknown URL, a missing package, or credentials in it."""
 
     def __init__(self, url: str, troubles: DiskTroubles):
         import fsspec

@@ -34,10 +34,7 @@ from engine.files.run_folder import refuse_size
 
 
 class StepReader(ActionFiles):
-    """The files of the actions of a run, as they are now; `core.history.step_files` has their format.
-
-    A file that has vanished since the folder was listed was dropped meanwhile, and counts as one that never existed.
-    """
+    """The files of the actions of a run, as they are now; one that vanished meanwhile counts as never there."""
 
     def __init__(self, run: Path):
         self._folder = run / FOLDER
@@ -65,10 +62,7 @@ class StepReader(ActionFiles):
         return num_bytes
 
     def read(self, first: int) -> Iterator[tuple[int, bytes]]:
-        """Yields each worker with the bytes of its actions in the range that begins with step `first`.
-
-        Raises StorageError if a file cannot be read.
-        """
+        """Yields each worker with the bytes of its actions in the range from step `first`; raises StorageError."""
         for entry in sorted(entry for entry in self._sizes if entry.first == first):
             path = self._folder / str(entry)
             try:
@@ -113,10 +107,10 @@ _HEARD_COMMIT = '"line":"{\\"event\\":\\"commit\\",'
 
 
 def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
-    """Returns the history of a run from its records; raises the errors of `read_events`.
+    """Returns the history of a run; raises the errors of `read_events`.
 
-    It has the actions by which recoveries are timed, or every action; `files` gives access to all of them. A run has
-    millions, and reading one as a record takes a hundred times longer than as bytes.
+    It has the actions by which recoveries are timed, or every one of millions, which takes a hundred times as long;
+    `files` gives access to all.
     """
     history, files, decisions = RunHistory(), StepReader(path.parent), ReplicatedDecisions(decoded)
     _add(history, recorded(path), decisions)
@@ -130,9 +124,7 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
 
 
 def read_events(path: Path, start: int = 0, since: int = 0) -> Iterator[Record]:
-    """Yields the records of a run by time, including the actions of steps from `since` on.
-
-    The records begin at byte `start` of the file; an unfinished last line is left out.
+    """Yields the records by time from byte `start`, with the actions of steps from `since`; no partial line.
 
     Raises StorageError if a file cannot be read, is no file of events, or is of another version.
     """
@@ -150,10 +142,7 @@ def recorded(path: Path, start: int = 0) -> Iterator[Record]:
 
 
 def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the whole lines of a file from byte `start` on, in parts of some megabytes, each with its offset.
-
-    Raises StorageError if the file cannot be read, or has a line that is longer than any record.
-    """
+    """Yields the whole lines from byte `start`, in parts of some MB, with their offsets; raises StorageError."""
     rest = b""
     try:
         with open(open_to_read(path), "rb") as file:  # a pipe or a device has no end
@@ -170,10 +159,7 @@ def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
 
 
 def refuse_impossible(history: RunHistory, path: Path, num_checked: int = 0) -> None:
-    """Raises StorageError if the records have more steps or slots than their job: tables have a row for each.
-
-    The first `num_checked` commits were checked before.
-    """
+    """Raises StorageError for more steps or slots than the job has; `num_checked` commits were checked before."""
     job = history.job
     if (last := max(history.commits.steps[num_checked:], default=-1)) >= job.steps:
         raise StorageError(f"{path}: step {last} is committed, and the job has {job.steps} steps")
@@ -196,13 +182,11 @@ def _pids(history: RunHistory) -> dict[int, int]:
 
 
 def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = False) -> Iterator[Record]:
-    """Yields the records in `data`, the bytes of `path` from `start` on; an unfinished last line is left out.
+    """Yields the records in `data`, the bytes of `path` from `start`; with `last_commits` only the last commit.
 
-    With `last_commits` only the last commit in `data` is read: the others take most of the time.
-
-    Raises StorageError if the data is not part of a file of events, or is of another version.
+    An unfinished last line is left out. Raises StorageError if this is no part of a file of events of this version.
     """
-    lines = _unlinked_lines(data)
+    lines = [unlinked(line)[0] for line in data.decode("utf-8", "replace").split("\n")[:-1]]
     numbers: Sequence[int] = range(len(lines))
     if last_commits:
         last = next((number for number in reversed(numbers) if _is_commit(lines[number])), 0)
@@ -210,11 +194,6 @@ def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = F
     records = _Records(path, start)
     for number in numbers:
         yield from records.of(lines[number], number)
-
-
-def _unlinked_lines(data: bytes) -> list[str]:
-    *lines, _ = data.decode("utf-8", "replace").split("\n")
-    return [unlinked(line)[0] for line in lines]
 
 
 class _Records:
@@ -272,10 +251,7 @@ def _lines_before(path: Path, start: int) -> int:
 
 
 class GrowingEvents:
-    """The events of a live run at `path`, which need not exist yet, without actions; each look reads the new lines.
-
-    With `last_commits`, a look at many commits reads only the last ones.
-    """
+    """The records of a live run, without actions; each look reads the new lines, or of commits only the last."""
 
     def __init__(self, path: Path, *, last_commits: bool = False):
         self.path = path
@@ -284,9 +260,7 @@ class GrowingEvents:
         self._num_bytes = 0  # read so far, always whole lines
 
     def read_on(self) -> RunHistory:
-        """Returns the history of the run, including the lines written since the last call.
-
-        Replicated decisions of other hosts count as its own.
+        """Returns the history with the lines since the last call; other hosts' replicated decisions count.
 
         Raises StorageError if the file cannot be read, is of another version, or a line is no event.
         """

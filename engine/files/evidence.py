@@ -35,10 +35,7 @@ from engine.files.trajectory_file import trajectory_row
 
 
 def chain_flaws(run: Path, file: str) -> tuple[bool, list[Flaw]]:
-    """Returns whether the lines of a file in the folder of a run are linked, and where a chain breaks.
-
-    Raises the errors of `evidence`, except for a missing file.
-    """
+    """Returns whether the lines of a file are linked, and where the chain breaks; raises the errors of `evidence`."""
     chains = Chains()
     try:
         for line in evidence_lines(run, file):
@@ -61,10 +58,7 @@ _MOST_TORN = 1_000
 
 
 class HashFiles:
-    """The hashes that workers reported, in a `folder` of a run such as ``twin/``, in files of `span` steps.
-
-    One file at a time is in memory. Flaws in files that are read are added to `flaws`.
-    """
+    """The hashes in a `folder` of a run, in files of `span` steps, one in memory; adds their `flaws`."""
 
     def __init__(self, run: Path, folder: str, span: int, flaws: list[Flaw]):
         self._run, self._folder, self._span, self._flaws = run, folder, span, flaws
@@ -119,10 +113,7 @@ _MOST_FILES = 100_000
 
 
 def seal_of(run: Path, goes_on: Callable[[], object] = lambda: None) -> SealRecord:
-    """Returns the seal of the evidence in a run folder as it is now; `goes_on` is called after each part of a file.
-
-    Raises StorageError if a file cannot be read.
-    """
+    """Returns the seal of a run folder as it is now; calls `goes_on` after each part of a file. Raises StorageError."""
 
     def read(opened: IO[bytes], size: int) -> Iterator[bytes]:
         for part in parts(opened, size, part_bytes(size)):
@@ -146,10 +137,7 @@ def evidence_files(run: Path) -> Iterator[str]:
 
 
 def seal_flaws(run: Path, seal: SealRecord, *, may_grow: bool) -> Iterator[Flaw]:
-    """Yields each file that differs from the seal; with `may_grow`, a process was left behind and may write.
-
-    Raises the errors of `evidence`, except for a missing file.
-    """
+    """Yields each file that differs from the seal; with `may_grow` a process may still write. Raises as `evidence`."""
     files = [SealedFile(*fields) for fields in seal.files[:_MOST_FILES]]
     for file in files:
         yield from _flaws_of(run, file, may_grow=may_grow)
@@ -182,10 +170,7 @@ _Losses = dict[str, Callable[[int], float | None]]
 
 
 def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
-    """Returns the proof of the files in the folder of a run; `history` has the records of that folder.
-
-    Raises StorageError if a file cannot be read, or is none that a run writes: a link, endless lines, mostly holes.
-    """
+    """Returns the proof of a run folder with this `history`; raises StorageError for a file that no run writes."""
     run, flaws = folder.path, list[Flaw]()
     if history.is_empty:
         if all(name in (EVENTS, *BEFORE_EVENTS) for name in evidence_files(run)):

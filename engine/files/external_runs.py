@@ -21,10 +21,7 @@ _KINDS = {kind.__name__: kind for kind in get_args(ExternalEvent)}
 
 @dataclass(frozen=True, slots=True)
 class ExternalRecord:
-    """What a run folder says about a run: `facts` of its job and host, its `result` if it has ended, its events.
-
-    `flaws` are those of the evidence: lines that were changed or are gone.
-    """
+    """What a run folder has of an external run: facts, result if it has ended, events, flaws of the evidence."""
 
     name: str
     facts: dict[str, Any]

@@ -53,10 +53,7 @@ def parts(file: IO[bytes], size: int, part: int) -> Iterator[bytes]:
 
 
 def evidence_lines(run: Path, file: str) -> Iterator[str]:
-    """Yields the lines of a file of the evidence without their newlines, including an unfinished last one.
-
-    Raises the errors of `evidence`, also for a line that is longer than any record.
-    """
+    """Yields the lines of a file, also an unfinished last one; raises as `evidence`, also for a line without end."""
     rest = b""
     with evidence(run, file) as (opened, size):
         for data in parts(opened, size, _CHUNK_BYTES):
@@ -127,10 +124,7 @@ def append(fd: int, line: bytes) -> None:
 
 
 def add_records(path: Path, *records: StampedRecord) -> None:
-    """Appends records of the launcher, or of another command about the run, with the current time.
-
-    Raises StorageError if the file could not be written.
-    """
+    """Appends records of the launcher, or of a later command, with the current time; raises StorageError."""
     add_lines(path, stamped(records), os.getpid())
 
 

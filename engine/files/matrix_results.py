@@ -24,10 +24,7 @@ MATRICES = "matrices"
 
 
 def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
-    """Creates and returns the folder of a new run of a matrix.
-
-    Raises StorageError if it could not be made in `results`.
-    """
+    """Creates and returns the folder of a new run of a matrix in `results`; raises StorageError."""
     folder = results / MATRICES / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
     make_folder(folder.parent, results, "try --results")
     with storage_errors("make", folder, "try --results"):
@@ -36,10 +33,7 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
 
 
 def newest_folder(results: Path, name: str) -> Path:
-    """Returns the folder of this user's newest run of a matrix, to resume it.
-
-    Raises NothingMatchedError if there is none.
-    """
+    """Returns the folder of this user's newest run of a matrix, to resume it; raises NothingMatchedError."""
     pattern = rf".{{15}}-{re.escape(name)}-.{{4}}"
     folders = [results / MATRICES / run for run in run_names(results / MATRICES) if re.fullmatch(pattern, run)]
     newest = next((folder for folder in reversed(folders) if RunFolder(folder).is_own), None)
@@ -58,10 +52,7 @@ def append_result(folder: Path, result: CellResult) -> None:
 
 
 def read_results(path: Path) -> dict[str, CellResult]:
-    """Returns the last result of every cell; an absent file has none. `path` is the file or its folder.
-
-    Raises StorageError if the file cannot be read.
-    """
+    """Returns the last result of every cell in a file, or in its folder; none if absent. Raises StorageError."""
     path = path / RESULTS if path.is_dir() else path
     with storage_errors("read", path):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -77,10 +68,7 @@ def read_results(path: Path) -> dict[str, CellResult]:
 
 
 def usual_seconds(paths: Iterable[Path]) -> dict[str, float]:
-    """Returns the median duration of each cell, in seconds, over several files of results.
-
-    Raises StorageError if a file cannot be read.
-    """
+    """Returns the median seconds of each cell over several files of results; raises StorageError."""
     times: dict[str, list[float]] = {}
     for path in paths:
         for result in read_results(path).values():

@@ -98,11 +98,9 @@ def run_json_text(mapping: Mapping[str, object]) -> str:
 def create_run_folder(
     results: Path, name: str, now: datetime, hex4: str, say: Callable[[str], object] = str
 ) -> RunFolder:
-    """Creates and returns the folder of a new run, with its logs folder, and points ``latest`` at it.
+    """Creates a run folder with logs in `results`, and points ``latest`` at it; raises StorageError.
 
     If ``latest`` cannot be changed, or is not bamboo's, it stays, and `say` gets a line about it.
-
-    Raises StorageError if it could not be made in `results`.
     """
     folder = RunFolder(results / f"{now:{_TIME}}-{name}-{hex4}")
     ensure(re.fullmatch(RUN_NAME, folder.path.name) is not None, f"no run can be called {folder.path.name!r}")
@@ -147,10 +145,7 @@ def latest_name(results: Path) -> str:
 
 
 def point_latest_to_newest(results: Path) -> None:
-    """Points ``latest`` at the newest run if its run is gone; without any run it deletes the link.
-
-    Raises StorageError if the link could not be changed.
-    """
+    """Points ``latest`` at the newest run if its run is gone, or deletes it; raises StorageError."""
     name, names = latest_name(results), run_names(results)
     if not name or name in names:
         return

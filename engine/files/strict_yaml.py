@@ -61,10 +61,7 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Returns a YAML file as a document; the caller reports its problems with its own.
-
-    Raises UserError if the file cannot be opened or read.
-    """
+    """Returns a YAML file as a document, to which the caller adds problems; raises UserError if it is unreadable."""
     source = str(path)
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would block
         raise UserError([Problem("", "a file", "something else", "", source)])

@@ -20,10 +20,7 @@ def trajectory_text(rows: Iterable[TrajectoryRow]) -> str:
 
 
 def trajectory_rows(text: str, path: Path) -> list[TrajectoryRow]:
-    """Returns the rows in the text of the file at `path`.
-
-    Raises StorageError if a line, which the message names, is damaged.
-    """
+    """Returns the rows in the text of the file at `path`; raises StorageError with the damaged line."""
     lines = text.splitlines()
     if not lines or lines[0] != ",".join(COLUMNS):
         raise StorageError(f"{path}:1: expected the columns {','.join(COLUMNS)}")
@@ -48,10 +45,7 @@ TWINS_FOLDER = "twins"
 
 
 def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
-    """Returns the rows of a twin that ran before; None if its file does not exist.
-
-    Raises StorageError if the file cannot be read, may be another user's, or is damaged.
-    """
+    """Returns the rows of a kept twin, or None; raises StorageError if it is unreadable, damaged or another user's."""
     path = _path(results, fingerprint)
     try:
         with open(open_to_read(path), "rb") as file:

@@ -93,10 +93,7 @@ def as_of_now(loaded: LoadedScenario, folder: RunFolder) -> LoadedScenario:
 
 
 def _fitted(loaded: LoadedScenario, events: _Events) -> LoadedScenario:
-    """Returns a scenario whose steps count from the running job's next step.
-
-    Each fault gets a new id, so the same scenario can be injected more than once.
-    """
+    """Returns a scenario whose steps count from the running job's next one, with fault ids that are new each time."""
     from engine.files.jobs.scenario_file import JobSource, fitted
     from engine.runtime.faults.registry import kinds
 
@@ -209,10 +206,7 @@ class _Events:
         return bool(self._log.epochs)
 
     def steps_a_second(self) -> int:
-        """Returns the number of steps per second, the time that a launcher takes to read a request.
-
-        Waits for the first few commits, but not for long, because slow steps do not outrun the launcher.
-        """
+        """Returns the steps per second while a launcher reads a request, after a short wait for the first commits."""
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
             rest(_POLL_S)

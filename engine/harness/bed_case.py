@@ -193,7 +193,6 @@ def _code(end: _BedEnd) -> int:
 
 
 def _last_words(folder: RunFolder) -> str:
-    """Returns the last line in the log of each agent."""
     lines = []
     for path in sorted(folder.logs.glob("h*.log")):
         if text := path.read_text(encoding="utf-8", errors="replace").strip():

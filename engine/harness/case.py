@@ -67,10 +67,7 @@ class Case:
 
 
 def folder_name(text: str, otherwise: str) -> str:
-    """Returns the part of a run folder's name for any text: at most 40 of a-z 0-9 . _ -, `otherwise` if none is left.
-
-    Accents are removed.
-    """
+    """Returns text as part of a folder's name: up to 40 of a-z 0-9 . _ - without accents, or `otherwise`."""
     plain = unicodedata.normalize("NFKD", text[:_MOST_OF_NAME]).encode("ascii", "ignore").decode().lower()
     return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("-._")[:40] or otherwise
 
@@ -155,10 +152,7 @@ def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> st
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures.
-
-    `is_scenario`: the command is `bamboo inject`, whose exit code is that of the case, not `bamboo run`.
-    """
+    """The result of a case; `is_scenario`: of `bamboo inject`, whose exit code is that of the case, not of the run."""
 
     folder: Path
     faults: tuple[Fault, ...]

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_new_folder(scribe: Scribe, results: str, name: str, say: Callable[[str], None]) -> Iterator[RunFolder]:
-    """Creates a run folder, which the `scribe` owns; records there whatever ends the command during the block.
-
-    Without such a record the run would look as if its launcher had been killed.
-    """
+    """Creates a run folder, which the `scribe` owns, and records there whatever ends the command during the block."""
     from engine.runtime.process.interrupts import holding
 
     folder = scribe.make_run_folder(results, name, say)
@@ -61,10 +58,7 @@ def in_new_folder(scribe: Scribe, results: str, name: str, say: Callable[[str], 
 
 @contextlib.contextmanager
 def failure_recorded(folder: RunFolder, scribe: Scribe) -> Iterator[None]:
-    """Records an error that ends the command before the verdict, such as a store that refuses.
-
-    The folder of a run without any record is deleted. A system error becomes one of bamboo's.
-    """
+    """Records an error that ends the command before the verdict; deletes the folder of a run without a record."""
     from engine.files.atomic_write import of_system
 
     try:
@@ -183,7 +177,6 @@ def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
 
 
 def _naming() -> Callable[[Job], str | None]:
-    """Returns the function that names the twin of a job on this host."""
     from engine.files.host_facts import host_facts
     from engine.files.jobs.checkpoint_place import with_weights_hash
     from engine.files.jobs.user_files import data_files
@@ -222,17 +215,11 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Spaw
 
 
 def run_case_on(
-    case: Case,
-    etcd: EtcdSettings | None,
-    screen: Screen,
-    server: Spawner | None,
-    seat: FailoverContext | None = None,
+    case: Case, etcd: EtcdSettings | None, screen: Screen, server: Spawner | None, seat: FailoverContext | None = None
 ) -> CaseResult | None:
-    """Runs a case on the hosts of a server; returns None if this host has handed over, and the run continues.
+    """Runs a case on the hosts of a server; None if this host has handed over. Raises BambooError.
 
     With a folder in its `seat`, this host continues what another one has begun, or starts it again.
-
-    Raises BambooError if the run could not be started.
     """
     from engine.files.jobs import job_layers
     from engine.files.jobs.checkpoint_place import hash_as_given, with_whole_place
@@ -324,11 +311,9 @@ def _concluded(
     screen: Screen,
     drive: Callable[..., Ending],
 ) -> CaseResult:
-    """Returns the result of a finished run after its comparison and checks; stores it in the folder.
+    """Returns the result of a finished run after its comparison and checks, and stores it; raises StorageError.
 
-    `drive` runs the twin, that of a run on several hosts only on this one, because the bits are the same.
-
-    Raises StorageError if a file could not be written.
+    `drive` runs the twin, on this host alone, as the bits are the same.
     """
     from engine.files.events_file import read_history
     from engine.files.trajectory_file import trajectory_text
@@ -408,10 +393,7 @@ def compared(
     run: Callable[[Job, RunFolder], Ending],
     say: Callable[[str], None],
 ) -> ComparisonRecord | BambooError:
-    """Records and returns the comparison of a run of `job` with its twin, which `run` makes, or the error of the twin.
-
-    `rows` reads the trajectory of the run. The job of `history` has no secret arguments.
-    """
+    """Records and returns the comparison with the twin that `run` makes, or its error; `rows` are of the job's run."""
     scribe.add(folder.events, ComparingRecord())
     try:
         comparison = compare(rows(), twin_rows(job, folder, scribe, run, say), history)

@@ -36,10 +36,7 @@ def dead_run(run: Path) -> Iterator[bool]:
 
 
 def launcher_runs(history: RunHistory, run: Path) -> bool:
-    """Returns whether the process that began a run is still alive; False before the first record.
-
-    With several hosts the pid may be of a namespace, or of another machine, so only the lock counts.
-    """
+    """Returns whether the process that began a run lives; with several hosts its pid may be another machine's."""
     job, host = history.first(JobRecord), history.first(HostRecord)
     is_of_several = host is not None and bool(host.node)
     if job is None or not (is_of_several or is_alive(job.pid)):

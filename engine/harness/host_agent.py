@@ -26,14 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.codec.documents import resume
-from engine.core.errors import (
-    BambooError,
-    CoordinatorUnavailableError,
-    ExitCode,
-    StorageError,
-    UserError,
-    required,
-)
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError, UserError, required
 from engine.core.history.process_records import EndedRecord, RefusedRecord
 from engine.core.hosts.ends import SILENT_NS, most_on_one
 from engine.core.hosts.host_options import HostOptions, RegisteredHost
@@ -114,10 +107,7 @@ _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between host
 def run_on_hosts(
     job: Job, name: str, options: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
 ) -> HostRunEnd:
-    """Runs the agent of this host to the end of the run; if it coordinates, `run` runs the job.
-
-    Raises BambooError if the run could not be started.
-    """
+    """Runs this host's agent to the end of the run; if it coordinates, `run` runs the job. Raises BambooError."""
     from engine.runtime.store.etcd_kv import EtcdKV
 
     if problems := unreadable_files(job):
@@ -195,10 +185,7 @@ def _forking(keeper: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
 def coordinate(
     run: RunOn, servers: HostServers, registry: HostRegistry, seat: FailoverContext, give_back: Callable[[], None]
 ) -> HostRunEnd:
-    """Runs the job as on one host, with the workers of all hosts, and announces the outcome.
-
-    If all workers of this host have left after a notice, it releases its lease, and with it the role.
-    """
+    """Runs the job with the workers of all hosts, and announces the outcome; gives up the role if its workers left."""
     result, error = None, None
     try:
         result = run(servers, seat)
@@ -333,7 +320,6 @@ def _stream(at: OwnHost, elected: ElectedHost, workers: HostWorkers) -> Iterator
 
 
 def _end(at: OwnHost, workers: HostWorkers) -> HostOutcome | None:
-    """Returns the outcome as far as this host knows it, or None."""
     if workers.has_left:
         return left(at.registry.own.name)
     with contextlib.suppress(CoordinatorUnavailableError):
@@ -403,10 +389,9 @@ def take_over(
     own_place: tuple[RunFolder, Scribe],
     stream: Callable[[], AbstractContextManager[object]],
 ) -> HostRunEnd:
-    """Continues the run as the coordinating host; a thread serves the workers of this host.
+    """Continues the run as the coordinating host, while a thread serves the workers of this host.
 
-    `own_place` is the folder of this host, and the scribe that has written there. `stream` opens this host's stream to
-    itself.
+    `own_place` is this host's folder and scribe; `stream` opens its stream to itself.
     """
     away = {host.name: RemoteSpawner(host, takes_over=True) for host in at.registry.of_run(chosen)}
     own = away[chosen.name]
@@ -513,10 +498,9 @@ def _inherited(
 def taught(
     away: Mapping[str, RemoteSpawner], hosts: Collection[str]
 ) -> tuple[dict[int, WelcomeMessage], list[ToWorker]]:
-    """Returns the messages that the workers of hosts have received: their welcomes, the partition and the borders.
+    """Returns the messages that the workers of all hosts have received: their welcomes, the partition and the borders.
 
-    Other hosts may know an earlier start; lost ones have reported nothing. A host whose first worker has just arrived
-    may lack the partition and the borders.
+    Other hosts may know an earlier start, a host whose first worker has just arrived less; lost ones reported nothing.
     """
     messages = [away[name].taught for name in sorted(hosts)]
     welcomes = {one.worker: one for of_host in messages for one in of_host if isinstance(one, WelcomeMessage)}

@@ -335,7 +335,6 @@ class HostStriker:
 
 
 def _struck_workers(fault: Fault, workers: Mapping[int, int]) -> list[int]:
-    """Returns the processes of these workers that are victims of a fault."""
     return [workers[each.worker] for each in fault.victims if isinstance(each, Worker) and each.worker in workers]
 
 

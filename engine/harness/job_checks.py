@@ -63,10 +63,7 @@ def optimizer_arguments(name: str) -> dict[str, Scalar | None]:
 
 
 def missing_modules(job: Job) -> list[Problem]:
-    """Returns the problems with missing modules of user code, and with names missing in them.
-
-    Nothing is imported. Only top-level modules are searched, because a package may extend its path when imported.
-    """
+    """Returns the problems with missing top-level modules of user code, and names in them; nothing is imported."""
     problems: list[Problem | None] = []
     for field in CODE_FIELDS:
         for name in code_in(getattr(job, field)):
@@ -101,10 +98,7 @@ def _num_samples(of_data: str, folder: str) -> int:
 
 
 def layer_costs(job: Job) -> dict[str, Any]:
-    """Builds the model of a job in a process of its own, and returns what its layers cost; raises BambooError.
-
-    See `engine.runtime.worker.layer_costs`.
-    """
+    """Builds a job's model in another process; returns what its layers cost (`worker.layer_costs`), or raises."""
     return _answer_of("engine.runtime.worker.layer_costs", asdict(job))
 
 
@@ -131,13 +125,7 @@ def _blocks(job: Job) -> BlockChoice:
 
 
 # For commands that only build the program.
-named = JobParts(
-    _named_problems,
-    _argument_names,
-    acts_on=("schedule",),
-    blocks=_blocks,
-    defaults=job_defaults,
-)
+named = JobParts(_named_problems, _argument_names, acts_on=("schedule",), blocks=_blocks, defaults=job_defaults)
 # Also checks the partition of the model, the modules of user code, and the place of checkpoints.
 offered = JobParts(
     lambda job: [

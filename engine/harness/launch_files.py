@@ -98,10 +98,7 @@ def write_files(files: Sequence[LaunchFile], folder: Path) -> None:
 
 
 def submit(place: str, path: Path) -> str:
-    """Submits a file; returns the output of the program that takes it.
-
-    Raises EnvironmentLacksError if the program is missing, or rejects the file.
-    """
+    """Submits a file, returns the program's output; raises EnvironmentLacksError if it is missing or refuses."""
     words = [*_SENDERS[place], str(path)]
     for program in (words[0], _NEEDS.get(place, words[0])):
         if shutil.which(program) is None:

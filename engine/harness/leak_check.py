@@ -23,10 +23,7 @@ _POLL_S = 0.01
 
 
 class LeakCheck:
-    """The state of the host before a run; after the run, `left` returns the differences.
-
-    Only processes that were started after `mark_processes` count.
-    """
+    """The host before a run; `left` returns what differs after it, of processes since `mark_processes`."""
 
     def __init__(self) -> None:
         self._mark = os.environ[_VARIABLE]
@@ -34,9 +31,7 @@ class LeakCheck:
         self._ports = _own_ports()
 
     def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
-        """Returns a line per leak that persists for two seconds after a run; returns at once if there is none.
-
-        The fork server, with pid `server`, also serves the next run and does not count.
+        """Returns a line per leak that persists for two seconds after a run, the fork server's pid aside.
 
         Raises CoordinatorUnavailableError if the external store gives no answer.
         """

@@ -71,10 +71,7 @@ def _checked(cell: str, loaded: LoadedScenario, server: ForkServer, *, keep: boo
 
 
 def contradiction(run: Path) -> str:
-    """Returns in words what the evidence in the folder of a passed run fails to prove, or an empty string.
-
-    The verdict came from the memory of the process that wrote the evidence.
-    """
+    """Returns in words what the files of a passed run fail to prove; its verdict came from memory."""
     from engine.core.history.process_records import ComparisonRecord
     from engine.files.events_file import read_history
     from engine.files.evidence import proof_of

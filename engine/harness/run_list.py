@@ -122,10 +122,7 @@ def _unfinished(run: Path) -> str:
 
 
 def _ends(events: Path) -> RunHistory:
-    """Returns the history of the first and the last records; empty without events.
-
-    Raises StorageError if the events cannot be read, or are of another version.
-    """
+    """Returns the history of the first and last records, empty without events; raises StorageError."""
     try:
         with open(open_to_read(events), "rb") as file:
             refuse_size(events, os.fstat(file.fileno()))
@@ -152,10 +149,7 @@ _MOMENT_S = 60.0  # a younger temporary file may still be written
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Entries to delete in a folder of results, each folder after its own entries.
-
-    `user` is the run or matrix that may still use them.
-    """
+    """Entries to delete in a folder of results, each folder after its own, unless run or matrix `user` uses them."""
 
     results: Path
     what: str
@@ -261,13 +255,7 @@ def _age_s(path: Path) -> float:
 
 
 def export_weights(
-    where: str,
-    results: Path,
-    output: Path,
-    say: Callable[[str], object],
-    *,
-    for_dcp: bool = False,
-    ema: bool = False,
+    where: str, results: Path, output: Path, say: Callable[[str], object], *, for_dcp: bool = False, ema: bool = False
 ) -> dict[str, Any]:
     """Writes the weights of a run's newest good checkpoint, or of one step, and returns facts about it.
 

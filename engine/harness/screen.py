@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Shows live runs; the harness itself prints nothing.
-
-    `say` shows a line. `picture` takes a job and its events file, and yields a function that shows each view.
-    """
+    """Shows live runs: `say` a line, `picture` the views of a job with this events file."""
 
     say: Callable[[str], None]
     picture: Callable[[Job, Path], AbstractContextManager[Callable[[RunView], None]]]

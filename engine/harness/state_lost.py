@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LostState:
-    """The loss of a state.
-
-    `workers` is the number of workers when every slot last had its shadows. `gone` describes each worker lost since
-    then; `hung` has those that hung. Without redundancy shadows are never restored, so that was the start of the run.
-    """
+    """The loss of a state, since every slot last had its shadows: the number of workers then, those gone and hung."""
 
     job: Job
     workers: int
@@ -129,10 +125,7 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
 
 
 def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int, resume: str = "") -> list[str]:
-    """Returns the explanation as lines; `num_committed` is the number of committed steps.
-
-    `resume` is the command that resumes from a checkpoint, if there is one.
-    """
+    """Returns the explanation as lines after so many commits; `resume` is the command to continue with."""
     lost = lost_state_of(job, records)
     done = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
     done += ", but no checkpoint was written" if num_committed and not resume else ""

@@ -217,7 +217,6 @@ def started_pid(entered: subprocess.Popen[bytes]) -> int | None:
 
 
 def _entering(pid: int) -> list[str]:
-    """Returns the begin of a command line that enters the namespaces of a process."""
     user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
     return ["nsenter", "--target", str(pid), *user, "--net", "--mount", "--pid"]
 
@@ -248,7 +247,6 @@ def _ready(starter: subprocess.Popen[bytes]) -> int:
 
 
 def _inner_pid(pid: int) -> int:
-    """Returns the number of a host's init in the outer namespaces."""
     status = Path(f"/proc/{pid}/status").read_text()
     (line,) = [each for each in status.splitlines() if each.startswith("NSpid:")]
     return int(line.split()[-2])

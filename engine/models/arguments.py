@@ -29,10 +29,7 @@ _parsing = threading.Lock()
 
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
-    """Raises UserError with every argument of a built-in factory that is unknown or has a wrong value.
-
-    It parses nothing: workers may be threads, and another thread may be in an import hook that parses.
-    """
+    """Raises UserError with each unknown or wrong argument of a built-in factory; parses nothing, for threads."""
     if problems := _problems(field, _keywords(factory), args):
         raise UserError(problems)
 

@@ -241,10 +241,7 @@ Spec = Any  # Chunk | Mark | None | a tree of specs
 
 
 def split(tree: Any, spec: Spec, count: int, length: int | None = None) -> list[Any]:
-    """Returns the part of each of `count` microbatches of a tree such as (args, kwargs): a tree of views.
-
-    Raises ValueError with the leaf that cannot be split by its spec, or whose size along the split is not `length`.
-    """
+    """Returns the part of each of `count` microbatches of a tree, as views; raises ValueError with a bad leaf."""
     return _split(tree, spec, count, length, "batch")
 
 

@@ -168,10 +168,7 @@ class EvaluatedBatch(NamedTuple):
     targets: Tensors
 
     def first(self, part: EvaluationPart, size: int, begin: EvaluatedBatch, *, is_narrow: bool) -> EvaluatedBatch:
-        """Returns the rows of the samples of a part that count, of `size`; `begin` is the first microbatch of its set.
-
-        Raises UserError for tensors whose rows are no samples.
-        """
+        """Returns the samples of a part that count, of `size`; raises UserError if rows are no samples."""
         for name, ours, theirs in zip(self._fields, self, begin, strict=True):
             near = _NEAR_NARROW if is_narrow else _NEAR
             for number, (tensor, of_begin) in enumerate(zip(ours, theirs, strict=True)):
@@ -331,10 +328,7 @@ class IndexedData:
 
 
 class StreamData(IndexedData):
-    """The microbatches of an iterable data set for one job; `begin` makes the stream anew.
-
-    An item is a sample, or a whole microbatch if it is a Batch or comes from a DataLoader.
-    """
+    """The microbatches of an iterable data set, whose items are samples or whole batches; `begin` restarts it."""
 
     def __init__(self, source: DataSets, job: Job, begin: Callable[[], Iterable[Any]]):
         self._reader = StreamReader(begin, job.seed)
@@ -384,10 +378,7 @@ class StreamData(IndexedData):
 
 
 def bound(made: Data | DataSets, job: Job, begin: Callable[[], Iterable[Any]] | None = None) -> Data:
-    """Returns a source of data for a job; raises UserError for a collate function that it cannot use.
-
-    `begin` makes the stream to train on anew.
-    """
+    """Returns a job's data, whose stream `begin` starts; raises UserError for an unusable collate function."""
     if isinstance(made, DataSets) and _is_stream(made.training):
         return StreamData(made, job, required(begin, "a stream comes from a factory"))
     if isinstance(made, DataSets):
@@ -403,10 +394,7 @@ def num_samples(data: Data) -> int:
 
 
 def largest(job: Job, data: Data) -> tuple[int, int, int]:
-    """Returns the step, pipeline and number of the microbatch that layers are tried and memory is measured with.
-
-    It is the first one; with variable shapes the `largest` that the source names, else the largest of the first step.
-    """
+    """Returns the place of the microbatch to try layers with: the first, or with variable shapes the largest."""
     if not job.variable_shapes:
         return 0, 0, 0
     if named := getattr(data, "largest", None):
@@ -434,10 +422,7 @@ def _tensors(part: Any, name: str) -> Tensors:
 
 # A user's data, named ``package.module:factory``: the source that a factory returns; checks of its microbatches.
 def user_data(job: Job) -> Data:
-    """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError.
-
-    The name may also be that of the data itself.
-    """
+    """Returns the data of a factory, called with `job.data_args` and the seed, or of that name; raises UserError."""
 
     def make() -> Any:
         with torch.random.fork_rng(devices=[]):

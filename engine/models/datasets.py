@@ -43,10 +43,7 @@ NUM_CLASSES = 10  # of all sources here
 
 
 class ImageData:
-    """Samples from two disjoint sets of (images, labels): images are uint8 [n, channels, height, width], up to `peak`.
-
-    A `size` other than 0 scales the images to size x size.
-    """
+    """Samples of two sets of (images, labels): uint8 [n, channels, height, width] to `peak`, perhaps scaled."""
 
     def __init__(
         self, training: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], *, seed: int, peak: int, size: int = 0
@@ -240,10 +237,7 @@ class TokenData:
 
 
 def text(task: Task, path: str, seed: int, *, sequence: int = 32) -> TokenData:
-    """Opens the file at `path`, or Python's documentation topics if `path` is empty.
-
-    Raises UserError if the file cannot be read or is too short.
-    """
+    """Opens the file at `path`, by default Python's documentation; raises UserError if unreadable or too short."""
     content = map_file(path) if path else _python_topics()
     return TokenData(path or "text", content, task, seed, sequence)
 

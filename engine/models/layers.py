@@ -41,10 +41,7 @@ class ModuleCopy:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The builder of one layer. `kind` is the class name that ``--partition type:regex`` matches.
-
-    `hands` and `takes` are the names of its skip connections (engine.models.layers).
-    """
+    """The builder of a layer; `kind` is what ``--partition type:regex`` matches, `hands` and `takes` are skips."""
 
     name: str
     kind: str

@@ -20,10 +20,7 @@ IGNORED = -100  # the target of a position that does not count; torch's own valu
 
 
 def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
-    """Returns the cross-entropy over the last dimension in nats, or the mean square error for float targets.
-
-    It compares the first output, converted to float32 (under autocast it is narrower), with the first target.
-    """
+    """Returns the cross-entropy over the last dimension in nats, or the mean square for float targets, in float32."""
     output, target = outputs[0].float(), targets[0]
     if target.is_floating_point():
         return (output - target).square().mean()
@@ -91,10 +88,7 @@ def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
 
 
 def metrics_of(model: Model, outputs: Tensors, targets: Tensors) -> dict[str, float]:
-    """Returns the metrics of a microbatch by name; an exception in one of them names it.
-
-    The accuracy is a metric of each model with the default loss or `cross_entropy`, if targets are classes.
-    """
+    """Returns a microbatch's metrics by name, with the accuracy for classes; an exception names its metric."""
     outputs = outputs[model.num_loss_outputs :]
     has_classes = _is_of_classes(model.loss) and not targets[0].is_floating_point()
     usual = model.metric or (accuracy if has_classes else None)

@@ -19,10 +19,7 @@ Uses = tuple[tuple[int, str], ...]  # the uses of one buffer: (layer index, buff
 
 
 def refuse_what_cannot_be_kept(layers: Mapping[int, nn.Module]) -> None:
-    """Raises UserError with every layer whose state is not in plain tensors, which can be copied, sent and summed.
-
-    Else raises UserError with every buffer that shares memory with a parameter.
-    """
+    """Raises UserError for layers whose state is not in plain tensors, or buffers that share a parameter's memory."""
     foreign = [
         Problem("model", "layers of plain tensors", f"{what} in layer {index}", hint)
         for index, layer in layers.items()

@@ -28,10 +28,7 @@ _SIZES = {  # that a built-in model is made with
 
 
 def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
-    """Returns the model of `job` for data with these facts, with no layer built; raises UserError if it cannot.
-
-    An ordinary module is called with its example inputs, else with the first microbatch of `data`.
-    """
+    """Returns the model of `job` without layers; an ordinary module is called with a microbatch. Raises UserError."""
     if problems := [*model_problems(job), *loss_problems(job)]:
         raise UserError(problems)
     form = facts.form

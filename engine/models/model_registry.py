@@ -229,10 +229,7 @@ def layers_of_smallest_stage(job: Job) -> int | None:
 
 
 def data_problems(job: Job) -> list[Problem]:
-    """Returns the problems with the built-in data of a job; does not open a file.
-
-    If the model is a user's own or unknown, its tasks are unknown, and only the name of the data is checked.
-    """
+    """Returns the problems with a job's built-in data, or of its name alone for a user's model; opens no file."""
     entry = MODELS.get(job.model)
     offered = _offered(job)
     if not offered:
@@ -254,10 +251,7 @@ def data_problems(job: Job) -> list[Problem]:
 
 
 def unreadable_files(job: Job, *, begins: bool = True) -> list[Problem]:
-    """Returns a problem for each path of a job that cannot be read: its data, and the weights that it begins with.
-
-    A dry run needs neither, and a run that does not begin (`begins`) has its own weights.
-    """
+    """Returns a problem for each unreadable path of a job: of its data and, if it `begins`, of its weights."""
     paths = {} if job.data in ("auto", *DATA) or is_own(job.data) else {"data": job.data}
     if job.init and begins:
         paths["init"] = job.init

@@ -54,10 +54,7 @@ class Conv(nn.Sequential):
 
 
 class AveragePool(nn.Module):
-    """Averages feature maps over `area` x `area` windows, which may overlap: the sums of `nn.AdaptiveAvgPool2d`.
-
-    That one's backward has no deterministic form on GPUs; these are two products, one for each side.
-    """
+    """Averages feature maps over `area` x `area` windows by two products, deterministic on GPUs too."""
 
     def __init__(self, area: int):
         super().__init__()

@@ -29,10 +29,7 @@ def next_tokens(sequence: Tokens) -> Sample:
 
 
 def packed(sequences: Iterable[Tokens], length: int, end: int) -> Iterator[Sample]:
-    """Yields full rows: the sequences one behind the other, each with the token `end` behind it, int64 [length].
-
-    Each token is a target once, but for the very first. The last row is filled with `end`, whose targets do not count.
-    """
+    """Yields full rows of sequences with `end` behind each, int64 [length]; each token but the first is a target."""
     row: list[int] = []
     for sequence in sequences:
         row += [*map(int, sequence), end]

@@ -96,10 +96,7 @@ class _Untrained(Optimizer):
 
 
 def rate_factor(step: int, *, kind: str = "linear", warmup: int = 0, steps: int = 0, **others: float | str) -> float:
-    """Returns the factor of the learning rate in a step, by the schedule of transformers that is called `kind`.
-
-    `others` are arguments of this schedule. Raises UserError for one that is not a function of the step alone.
-    """
+    """Returns the factor of a step's rate by transformers' schedule `kind`; raises UserError if it needs more."""
     return float(_schedule(kind, warmup, steps, tuple(others.items()))(step))
 
 

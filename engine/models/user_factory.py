@@ -101,10 +101,7 @@ def wrong_factory(field: str, name: str, expected: str, hint: str = "") -> UserE
 
 
 def made_by(field: str, name: str, args: Args, key: int) -> Any:
-    """Returns the result of the factory `name`, which draws from the key; or the object of this name itself.
-
-    Raises UserError for arguments that the factory does not take, and for arguments of an object.
-    """
+    """Returns the result of the factory, or object, `name`, drawn from the key; raises UserError for bad arguments."""
     target = _import(field, name)
     if isinstance(target, (nn.Module, Model)) or not callable(target):
         if given := args.keys() - {"seed"}:

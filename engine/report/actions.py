@@ -101,10 +101,7 @@ def entries_of(files: ActionFiles, first: int, sums: Sums) -> Iterator[tuple[int
 
 
 def bars_of(worker: int, entries: np.ndarray, epochs_ns: np.ndarray, numbers: np.ndarray) -> pd.DataFrame:
-    """Returns one bar per step of a worker that redid no step: its begin, its end, and its busy time.
-
-    `epochs_ns` are the beginnings of epochs; `numbers` are the numbers of the epochs, from that before the first on.
-    """
+    """Returns one bar per step of a worker that redid no step: its begin, its end, and its busy time."""
     if not len(entries):
         return pd.DataFrame(columns=BAR_COLUMNS)
     steps = entries["step"]
@@ -152,10 +149,7 @@ _NO_ACTIONS: list[tuple[int, np.ndarray]] = []
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Actions:
-    """The actions of a run: the table, the sums over all, one bar per worker, step and epoch.
-
-    `of_recoveries` has the rows that a recovery made necessary: work that was replayed, and shadows that were restored.
-    """
+    """The actions of a run: table, sums, a bar per worker, step and epoch, and the rows that recoveries caused."""
 
     table: pd.DataFrame
     of_recoveries: pd.DataFrame

@@ -15,13 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from engine.core.checks.external_report import (
-    ExternalRecovery,
-    ExternalRun,
-    LauncherLine,
-    RankBegan,
-    RankEnded,
-)
+from engine.core.checks.external_report import ExternalRecovery, ExternalRun, LauncherLine, RankBegan, RankEnded
 from engine.core.checks.external_verdict import StepReport
 from engine.core.errors import ExitCode
 from engine.core.texts import numbered

@@ -42,14 +42,7 @@ def as_parquet(table: pd.DataFrame) -> bytes:
 
 
 # End of a column's name -> its form in a title.
-_UNITS = {
-    "_ms": " ms",
-    "_ns": " ns",
-    "_mib": " MiB",
-    "_bytes": " bytes",
-    "_p50": " p50 ms",
-    "_p95": " p95 ms",
-}
+_UNITS = {"_ms": " ms", "_ns": " ns", "_mib": " MiB", "_bytes": " bytes", "_p50": " p50 ms", "_p95": " p95 ms"}
 _RUNS = ("a", "b")  # the two runs of a comparison
 
 

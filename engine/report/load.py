@@ -130,10 +130,7 @@ _SHARED = "Workers may have shared a GPU (--share-gpu): they take turns there, s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunTables:
-    """One run as tables.
-
-    A time ``_ms`` counts from `origin_ns`, when training began; a time ``_ns`` is of the host's monotonic clock.
-    """
+    """One run as tables; ``_ms`` times count from `origin_ns`, ``_ns`` times are of the host's monotonic clock."""
 
     name: str
     job: Job
@@ -217,10 +214,7 @@ class RunTables:
 def load(
     history: RunHistory, name: str = "", most_actions: int | None = MOST_ACTIONS, proof: Proof = UNREAD
 ) -> RunTables:
-    """Returns the tables of a run; `proof` is what its files prove about its weights.
-
-    Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
-    """
+    """Returns the tables of a run and its `proof`; of a longer run `most_actions` rows, near recoveries first."""
     origin_ns, steps, actions = history.begin_ns, steps_table(history), actions_of(history, most_actions)
     recovery = recovery_table(history, actions, steps)
     stamps = [each.at_ns for each in history.training_records if isinstance(each, StampedRecord)]

@@ -49,10 +49,7 @@ _LEDGER = ["step", "pipeline", "microbatch", "data_epoch", "first", "count"]
 
 
 def steps_table(history: RunHistory) -> pd.DataFrame:
-    """Returns step, epoch, time of commit, duration, losses, gradient norm and throughput of each commit.
-
-    A step that was skipped has no gradient norm.
-    """
+    """Returns step, epoch, time of commit, duration, losses, gradient norm and throughput of each commit."""
     commits = history.commits
     validated = history.of(ValidationRecord)
     origin_ns = history.begin_ns
@@ -101,10 +98,7 @@ def norms_table(history: RunHistory) -> pd.DataFrame:
 
 
 def samples_table(job: Job, steps: Iterable[int], num_samples: int) -> pd.DataFrame:
-    """Returns one row per microbatch and pass over the training set; none for data without limit.
-
-    `first` is the place of the first sample in the order of the pass (`engine.core.job.samples`).
-    """
+    """Returns a row per microbatch and pass; `first` is the place of its first sample in the order of the pass."""
     rows = [
         (step, pipeline, microbatch, *share)
         for step in (sorted(set(steps)) if num_samples else ())
@@ -285,12 +279,7 @@ def stalls_of(table: pd.DataFrame) -> list[Stall]:
 
 
 def _row(
-    recovery: Recovery,
-    job: Job,
-    actions: pd.DataFrame,
-    steps: pd.DataFrame,
-    origin_ns: int,
-    until_ns: int | None,
+    recovery: Recovery, job: Job, actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int, until_ns: int | None
 ) -> dict[str, Any]:
     times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.reported_ns.items()}
     catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None

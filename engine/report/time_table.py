@@ -195,10 +195,7 @@ class TimeTables:
         return _sums(rows[rows["stage"] >= 0], ["pipeline", "stage"], kinds)
 
     def edges(self) -> pd.DataFrame:
-        """Returns one row per sender, receiver and border: the activations or gradients sent, in number, MiB and ms.
-
-        `send_ms` is the length of the sends; `receive_ms` that of the receives without the waits for their sends.
-        """
+        """Returns a row per sender, receiver and border: number, MiB, ms of sends, and of receives without waits."""
         waits = self._waits[self._waits["op"].isin(RECEIVE_OPS) & (self._waits["by"] >= 0)]
         forward = waits["op"] == Op.RECV_F.value
         rows = pd.DataFrame(
@@ -221,10 +218,7 @@ class TimeTables:
         return edges
 
     def _rows(self) -> pd.DataFrame:
-        """Returns the time in ns of each worker, step, slot and kind of `TIMES`.
-
-        Time without an action, a wait for votes, and a chore for no slot have -1 as pipeline and stage.
-        """
+        """Returns the ns of each worker, step, slot and kind of `TIMES`; -1 as pipeline and stage for no slot."""
         line, waits = self._line, self._waits.copy()
         waits.loc[waits["op"] == Op.STEP.value, ["pipeline", "stage"]] = -1
         slow_ns = np.minimum(_slow_ns(line, waits), waits["ns"])
@@ -362,15 +356,9 @@ def _with_bubbles(
 
 
 def dry_waits(
-    job: Job,
-    epochs: Iterable[EpochRecord],
-    costs: Mapping[tuple[int, int, str], float],
-    copy_time: float | None = None,
+    job: Job, epochs: Iterable[EpochRecord], costs: Mapping[tuple[int, int, str], float], copy_time: float | None = None
 ) -> dict[tuple[int, int, str], float]:
-    """Returns how long each worker waits in the dry run of a step, by (epoch, worker, cause), in the unit of costs.
-
-    `costs` are by pipeline, stage and op; other actions cost nothing. A copy to the host takes `copy_time` forwards.
-    """
+    """Returns each worker's waits in the dry run of a step, by (epoch, worker, cause), in the unit of `costs`."""
 
     def cost(action: Action) -> float:
         return costs.get((action.pipeline, action.stage, action.op), 0.0)

@@ -46,10 +46,7 @@ def _slice(row: Any, origin_ns: int) -> dict[str, Any]:
 
 
 def _arrows(actions: pd.DataFrame, origin_ns: int) -> list[dict[str, Any]]:
-    """Returns a start and a finish for each transfer whose send and receive were recorded.
-
-    A transfer that was sent again in a later epoch was received in that epoch.
-    """
+    """Returns a start and a finish for each recorded transfer; one sent again was received in the later epoch."""
     key = ["step", "epoch", "pipeline", "target", "microbatch", "direction"]
     sides = {}
     for side in ("SEND", "RECV"):

@@ -31,7 +31,7 @@ from engine.bench.figures import BenchRow
 from engine.core.checks.cell_result import CellResult
 from engine.core.history.run_history import history_of
 from engine.core.job.job import Job
-from engine.core.protocol.recorded_status import status_of_history
+from engine.core.protocol.run_status import status_of_history
 from engine.harness import host_checks
 from engine.report.compare import compare_figures, figures_of
 from engine.report.formats import for_reading, for_terminal, title_of

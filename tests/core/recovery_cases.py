@@ -11,9 +11,9 @@ from zlib import crc32
 from engine.core.action import Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program.build import baseline, build_program
+from engine.core.program.handoff import Ship, ships_in
 from engine.core.program.inventory import Inventory, SavedResiduals, from_json, to_json
 from engine.core.program.planner import Plan, PlanInput, healing_in, held_at_start, make_plan
-from engine.core.program.residuals import Ship, ships_in
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from engine.core.value import Kind

@@ -13,8 +13,7 @@ from engine.core.ownership import with_shadows
 from engine.core.protocol.coordinator_state import CoordinatorState, begin
 from engine.core.protocol.events import LeaseExpired, WorkerWord
 from engine.core.protocol.inputs_outputs import Note, ProcessExit
-from engine.core.protocol.recorded_status import live_status, status_of_history
-from engine.core.protocol.run_status import RunStatus
+from engine.core.protocol.run_status import RunStatus, live_status, status_of_history
 from engine.core.protocol.state import Options
 from engine.core.protocol.state import begin as begin_membership
 from engine.core.protocol.verdicts import NO_MORE, deadly_hosts

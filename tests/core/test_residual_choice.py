@@ -12,10 +12,10 @@ from engine.core.action import OP_TABLE, Action, Op, Work
 from engine.core.job.job import Job as RunJob
 from engine.core.ownership import Grid, Slot
 from engine.core.program.dry_run import makespan_of
+from engine.core.program.handoff import LATENCY_NS
 from engine.core.program.inventory import Inventory, PlanMessage, SavedResiduals, to_json
 from engine.core.program.planner import PlanInput, held_at_start, make_plan
-from engine.core.program.residuals import LATENCY_NS
-from engine.core.protocol.residual_choice import chosen_ships, with_ships
+from engine.core.protocol.plan_orders import chosen_ships, with_ships
 from tests.core.recovery_cases import Job, hand_overs, seeded
 
 FORWARD_NS = 10_000_000

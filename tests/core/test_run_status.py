@@ -13,8 +13,7 @@ from engine.codec.documents import state_text, status_of_keys
 from engine.core.errors import InvariantError
 from engine.core.messages import WaitingMessage
 from engine.core.protocol.events import ExitSeen, Notice, WorkerWord
-from engine.core.protocol.recorded_status import live_status, status_of_history
-from engine.core.protocol.run_status import RunStatus, WorkerStatus
+from engine.core.protocol.run_status import RunStatus, WorkerStatus, live_status, status_of_history
 from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
 from tests.looped import looped

@@ -92,7 +92,7 @@ def test_the_times_of_a_slot_are_of_its_forwards_and_backwards_of_all_microbatch
 def test_the_wait_for_a_core_is_taken_off() -> None:
     times = ComputeTimes(1)
     for text in ("0F0", "0f0", "0B0"):
-        times.take_off(parse_action(text), 2)
+        times.add(parse_action(text), -2, has_ended=False)
         times.add(parse_action(text), 5)
     assert times.of((0, 0)) == (3, 3)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.core.history.process_records import NetworkRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord
-from engine.core.protocol.recorded_status import status_of_history
+from engine.core.protocol.run_status import status_of_history
 from engine.files.events_file import read_history
 from engine.harness.testbed import BedEtcd, HostBed
 from tests.e2e.launcher import ROOT

@@ -11,8 +11,8 @@ from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.program.remaining_tasks import work_of
 from engine.core.protocol import coordinator
+from engine.core.protocol.plan_orders import with_ships
 from engine.core.protocol.rebalancing import LeaveStrategy
-from engine.core.protocol.residual_choice import with_ships
 from engine.core.protocol.worker_inputs import NoticeReceived
 from engine.runtime.stage import residuals
 from engine.runtime.stage.gradient_log import GradientStreams

@@ -9,7 +9,7 @@ import pytest
 from engine.core.history.process_records import NetworkRecord
 from engine.core.hosts.host_messages import SignsHostMessage
 from engine.core.hosts.host_options import RegisteredHost
-from engine.core.protocol.recorded_status import status_of_history
+from engine.core.protocol.run_status import status_of_history
 from engine.runtime.agent import remote_workers
 from engine.runtime.agent.frames import read_from_host, sign_frames
 from engine.runtime.agent.remote_workers import RemoteSpawner

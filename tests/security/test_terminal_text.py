@@ -30,7 +30,7 @@ from engine.core.checks.cell_result import CellResult
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.history.run_history import history_of
 from engine.core.job.job import Job
-from engine.core.protocol.recorded_status import status_of_history
+from engine.core.protocol.run_status import status_of_history
 from engine.core.texts import printable
 from engine.files.run_folder import create_run_folder
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView

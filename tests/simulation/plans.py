@@ -13,9 +13,9 @@ from zlib import crc32
 
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, healed
 from engine.core.program.build import baseline, build_program
+from engine.core.program.handoff import Ship
 from engine.core.program.inventory import Inventory, PlanMessage, ProgramRest, from_json
 from engine.core.program.planner import EpochPlan, PlanInput, make_plan
-from engine.core.program.residuals import Ship
 from engine.core.protocol.plan_orders import repair_at_boundary
 from engine.core.protocol.worker_inputs import plan_epoch
 from tests.simulation.case import Violation

@@ -125,12 +125,12 @@ def test_planner_redoes_what_counted_already(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_planner_recomputes_what_survivors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = recovery._held
+    held = recovery.held_at_start
 
     def less(*words: Any) -> Any:
         return [one for one in held(*words) if one[1].kind != "gradient"]
 
-    monkeypatch.setattr(recovery, "_held", less)
+    monkeypatch.setattr(recovery, "held_at_start", less)
     monkeypatch.setattr(plan_orders, "baseline", lambda *given: None)
     caught(kills(SMALL), "the plan computes .* more")
 

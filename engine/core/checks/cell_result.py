@@ -24,8 +24,7 @@ Failure = Literal["", "threshold", "mismatch", "no_recovery", "hang"]
 class CellResult:
     """The result of a cell: `text` is the reason in one line, `do` the first fault's kind, `run` the run folder.
 
-    `stall_ms` is the longest time for which training stalled, None without a recovery; `stall_bound` says ``at least``
-    if it is only a lower bound.
+    `stall_ms` is the longest stall, None without a recovery; `stall_bound` says ``at least`` for a lower bound.
     """
 
     cell: str

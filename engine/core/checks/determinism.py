@@ -15,8 +15,8 @@ from engine.core.job.job import Job
 class Setting(NamedTuple):
     """A variable of the environment, or a dotted name of torch: an attribute, or a function that takes the value.
 
-    `read` is the function that returns the value set by such a function. `off` is the value of a job that is not
-    deterministic; None leaves it as it is. If `may_change`, the user's code may set another value: it changes no bit.
+    `read` returns the value that was set. `off` is that of a job that is not deterministic, None for any. If it
+    `may_change`, the user's code may set another one: it changes no bit.
     """
 
     name: str

@@ -60,10 +60,7 @@ class TensorDifference(NamedTuple):
 
 
 class RowsEquality(NamedTuple):
-    """The rows of two trajectories in the steps of both: how many are equal, of how many; and the first difference.
-
-    `last` is the last of these steps, -1 without any, and `hashes` are those of the two runs after it.
-    """
+    """How many rows of two trajectories are equal, the first difference, and the hashes after the last step."""
 
     equal: int
     rows: int
@@ -74,10 +71,7 @@ class RowsEquality(NamedTuple):
 
 
 def step_hash(rows: Iterable[TrajectoryRow]) -> str:
-    """Returns the hash of the state after the last step in the rows; empty without rows.
-
-    The whole run and one that was resumed on the way have the same.
-    """
+    """Returns the hash of the state after the last step in the rows; empty without rows. A resumed run has the same."""
     kept = [*rows]
     last = max((row.step for row in kept), default=-1)
     return trajectory_hash(row for row in kept if row.step == last) if kept else ""
@@ -96,10 +90,7 @@ def equal_rows(a: Iterable[TrajectoryRow], b: Iterable[TrajectoryRow]) -> RowsEq
 
 
 def first_tensor_difference(a: Iterable[NamedTensor], b: Iterable[NamedTensor]) -> TensorDifference | None:
-    """Returns the first difference between two sets of tensors, in the order of `a`; None if they are equal.
-
-    A file knows no layers, so its tensors are found by their names alone.
-    """
+    """Returns the first difference of two sets of tensors by name, in the order of `a`; None if equal."""
     own, others = [*a], [*b]
     has_layers = all(each.layer is not None for each in (*own, *others))
     theirs = {each.key(has_layers): each for each in others}

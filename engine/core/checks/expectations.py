@@ -81,8 +81,8 @@ class Check:
 class HostStrike:
     """A fault has struck host `node` in `step`, with `workers` on it at that time.
 
-    `ended_ns` is the time from the strike until the struck processes had ended; None if they were not seen to end.
-    `spare_ns` is the time from then until the lease of a host that was cut off could expire, None if it is not known.
+    `ended_ns` is the time until the struck processes had ended, `spare_ns` from then until the lease of a host that was
+    cut off could expire; None if unknown.
     """
 
     fault: Fault
@@ -174,10 +174,7 @@ class Observation:
 def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], run: Observation
 ) -> tuple[Check, ...]:
-    """Returns a check for each expectation; the first one is that the faults struck, if there are any.
-
-    A run whose hosts could be struck has checks of them behind it.
-    """
+    """Returns a check for each expectation; first that the faults struck, and last those of struck hosts, if any."""
     checks = [_struck(faults, run)] if faults else []
     checks += _host_checks(run.outside, run) if run.outside else ()
     checks.append(_outcome(expect, run))
@@ -210,10 +207,9 @@ def check(
 def holds_anyway(
     expect: Expect, job: Job, done: Set[str], kinds: Mapping[str, FaultKind], *, is_unmoved: bool = False
 ) -> list[str]:
-    """Names the expectations that tell nothing of the faults of these kinds, in at most one sentence.
+    """Names the expectations that a run without any fault meets and these kinds cannot break, in a sentence.
 
-    A run without any fault meets them, and these faults cannot break them; or, in a run that `is_unmoved`, no member
-    was lost or replaced by them.
+    In a run that `is_unmoved`, no member was lost or replaced by them.
     """
     usual = {
         "outcome recovered": expect.outcome == "recovered",
@@ -236,19 +232,16 @@ def holds_anyway(
 
 
 def verdict(checks: Sequence[Check]) -> Result:
-    """Returns the result of the worst check, where failed is worse than invalid.
-
-    A run that fails often ends before its last fault could strike. The failure is the finding, not the missed fault.
-    """
+    """Returns the result of the worst check; failed is worse than invalid, as a failed run may end before a fault."""
     results = {each.result for each in checks}
     return "failed" if "failed" in results else "passed" if results <= {"passed"} else "invalid"
 
 
 def decided(checks: Sequence[Check], run: Observation) -> tuple[Check, ...]:
-    """Returns the checks after a signal to the run or its twin: a check that it left undecided is not judged.
+    """Returns the checks after a signal to the run or its twin, without those that it left undecided.
 
-    A failed check is decided. If only the twin was interrupted, a passed one is too. If the run was, only the strikes
-    are, once every fault has struck: nothing else passes because the run did not get there.
+    A failed check is decided. If only the twin was interrupted, a passed one is too; if the run was, only the strikes
+    are, once every fault has struck.
     """
     is_whole = run.exit_code not in BY_SIGNAL
     has_struck = any(each.name == "faults" and each.result == "passed" for each in checks)
@@ -275,11 +268,9 @@ def exit_code(checks: Sequence[Check], run: Observation) -> ExitCode:
         return ExitCode(twin.exit_code)
     if outcome == "failed" and run.exit_code:
         return ExitCode.STATE_LOST if run.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
-    return {
-        "passed": ExitCode.OK,
-        "failed": ExitCode.EXPECTATION_FAILED,
-        "invalid": ExitCode.INVALID_CASE,
-    }[verdict(checks)]
+    return {"passed": ExitCode.OK, "failed": ExitCode.EXPECTATION_FAILED, "invalid": ExitCode.INVALID_CASE}[
+        verdict(checks)
+    ]
 
 
 def judged(name: str, good: bool, text: str) -> Check:
@@ -518,10 +509,7 @@ def _named(workers: Sequence[int]) -> str:
 
 
 def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Iterator[Check]:
-    """Yields the check that every fault with a named action struck the owner of the slot at that action.
-
-    There is none if no such fault struck.
-    """
+    """Yields the check that each fault with a named action struck the slot's owner there, if any such fault struck."""
     by_id = {fault.id: fault for fault in faults}
     wrong: list[str] = []
     number = 0

@@ -177,10 +177,7 @@ class ExternalRecovery:
 
 @dataclass(frozen=True, slots=True)
 class ExternalRun:
-    """One run of a job: its events in the order of their times, and the processes that were left at its end, if known.
-
-    `unread` counts the reports of steps that could not be read, `unread_states` those of states.
-    """
+    """One run of a job: its events by time, the processes left at its end, if known, and unreadable reports."""
 
     events: Sequence[ExternalEvent]
     leftovers: Sequence[str] | None = ()

@@ -52,10 +52,7 @@ class StateReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobReports:
-    """All that a job reported; `exit_code` is that of its launcher, None if it is not known.
-
-    `unread` counts the lines that could not be read.
-    """
+    """All that a job reported, the exit code of its launcher, None if unknown, and the number of unreadable lines."""
 
     steps: Sequence[StepReport] = ()
     states: Sequence[StateReport] = ()
@@ -107,8 +104,7 @@ def judge(
 ) -> ExternalVerdict:
     """Returns the verdict on a run that had faults at some times, by CLOCK_MONOTONIC; the twin may be missing.
 
-    `tolerance` bounds relative differences, of losses and of tensors; `distances` has those of tensors by (step,
-    name), as far as the values of both are known.
+    `tolerance` bounds relative differences, of losses and of tensors, whose known `distances` are by (step, name).
     """
     ours, theirs = _counted(run.steps), _counted(twin.steps if twin else ())
     repeated = _repeated(run.steps, twin.steps if twin else ())
@@ -144,10 +140,7 @@ def _counted(reports: Iterable[StepReport]) -> dict[_Key, StepReport]:
 
 
 def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> dict[int, int]:
-    """Returns how often each repeated step was executed.
-
-    Several ranks may report one step as the same rank, if the source knows none; the twin's reports show how many.
-    """
+    """Returns how often each repeated step was executed; the twin shows how many ranks report as one."""
     usual = Counter((report.rank, report.step) for report in of_twin)
     most: dict[int, int] = {}
     for key, count in Counter((report.rank, report.step) for report in reports).items():
@@ -156,10 +149,7 @@ def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> d
 
 
 def _survival(
-    run: JobReports,
-    twin: JobReports | None,
-    ours: Mapping[_Key, StepReport],
-    theirs: Mapping[_Key, StepReport],
+    run: JobReports, twin: JobReports | None, ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport]
 ) -> PartVerdict:
     last, goal = (max((step for _, step in kept), default=None) for kept in (ours, theirs))
     ended = "" if run.exit_code is None else f"exit code {run.exit_code}, "
@@ -177,10 +167,7 @@ def _survival(
 
 
 def _steps(
-    run: JobReports,
-    ours: Mapping[_Key, StepReport],
-    theirs: Mapping[_Key, StepReport],
-    repeated: Mapping[int, int],
+    run: JobReports, ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport], repeated: Mapping[int, int]
 ) -> tuple[tuple[int, ...], PartVerdict]:
     """Returns the lost steps, and the verdict on steps."""
     if not ours:
@@ -352,10 +339,7 @@ def _tensor_words(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def _losses(
-    ours: Mapping[_Key, StepReport],
-    theirs: Mapping[_Key, StepReport],
-    strike_ns: int | None,
-    tolerance: float | None,
+    ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport], strike_ns: int | None, tolerance: float | None
 ) -> PartVerdict:
     pairs = [
         (ours[key], mine, its)

@@ -50,8 +50,7 @@ def fingerprint(
 ) -> str | None:
     """Returns a name (hex) for the trajectory of the twin of `job`, or None if it must not be reused.
 
-    `facts` describe the host; `sources` is a hash of bamboo's source code. `files` are those of the data: (name, size,
-    SHA-256).
+    It covers the `facts` of the host, the hash of bamboo's `sources`, and the data `files`: (name, size, SHA-256).
     """
     if own_code(job) or not (files or job.data in BUILT_IN_DATA):
         return None
@@ -99,10 +98,7 @@ def _both(run: Iterator[Step], twin: Iterator[Step]) -> Iterator[tuple[int, Rows
 
 
 def disturbed_step(history: RunHistory) -> int | None:
-    """Returns the step in which the first fault struck or the first worker was lost; None in a run without either.
-
-    All hashes of earlier steps precede that. After a commit, a worker may still be inside its optimizer step.
-    """
+    """Returns the step in which the first fault struck or worker was lost: all earlier hashes precede that; or None."""
     committed = 0
     for record in history.records:
         match record:
@@ -133,10 +129,7 @@ class Flaw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the evidence of a run proves; `missing` says in words why it proves nothing, or is empty.
-
-    `comparison` is the comparison with the twin as computed now; None for a run that has none.
-    """
+    """What the evidence of a run proves, or why nothing (`missing`); `comparison` is with the twin, if any."""
 
     flaws: tuple[Flaw, ...] = ()
     missing: str = ""
@@ -189,10 +182,7 @@ class Computation:
 def proved(
     history: RunHistory, run: Computation | None, twin: Computation | None, of_files: Iterable[Flaw], missing: str
 ) -> Proof:
-    """Returns the proof of the evidence: `run` and `twin` are None if there is none, `of_files` are flaws of its files.
-
-    `missing` says why the files prove nothing, or is empty.
-    """
+    """Returns the proof of the evidence of `run` and `twin`, if any; `missing` says why there is no proof."""
     flaws = [*of_files, *_of_records(history)]
     record = history.first(ComparisonRecord)
     if run is None or twin is None:

@@ -100,8 +100,7 @@ class StepLengths:
     def stall(self, resume_ns: int | None, latest_ns: int, idle_ns: int) -> Stall:
         """Returns the stall in the open step, before its commit is noted.
 
-        `resume_ns` is that commit, if there is one; `latest_ns` is the last known time before it. No worker finished an
-        action for `idle_ns` of that time.
+        It ends at that commit, `resume_ns`, or else at `latest_ns`; no worker finished an action for `idle_ns` of it.
         """
         until_ns = latest_ns if resume_ns is None else resume_ns
         gap_ns = None if self.since_ns is None else until_ns - self.since_ns
@@ -323,10 +322,7 @@ def uncertain_phases(
     recorders: Mapping[int, int],
     times: HostTime | None,
 ) -> dict[str, int]:
-    """Returns the uncertainty of each phase that ends on another host than it begins, and of *merged*.
-
-    `points_ns` has the end of each phase, and `recorders` the worker that recorded each time.
-    """
+    """Returns the uncertainty of phases that end on another host than they begin, and of *merged*."""
     if times is None:
         return {}
     ends = sorted((at_ns, phase) for phase, at_ns in points_ns.items())
@@ -476,11 +472,7 @@ class RecoveryLog:
         )
 
     def _points_ns(self, begin_ns: int) -> dict[str, int]:
-        """Returns the end of each phase before replay.
-
-        Without an injected fault or an exception, the moment of an exit or of a broken link is not known, so detect is
-        left out.
-        """
+        """Returns the end of each phase before replay; no detect if the moment of the failure is not known."""
         last = self.epochs[-1]
         seen_ns = [_at_ns(each) for each in self.signs if not isinstance(each, (FaultRecord, RaisedRecord))]
         detect_ns = min([*seen_ns, self.epochs[0].at_ns])

@@ -105,10 +105,7 @@ class _Accumulator:
 
 
 def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
-    """Returns one sentence for each (step, slot, microbatch) not counted once, in steps committed since a time.
-
-    Steps whose actions were left out are not checked.
-    """
+    """Returns a sentence for each (step, slot, microbatch) not counted once, in recorded steps since a time."""
     commits = zip(history.commits.steps, history.commits.at_ns, strict=True)
     committed = {step for step, at_ns in commits if at_ns >= since_ns}
     committed.difference_update(*(range(first, last + 1) for first, last in left_out_steps(history)))

@@ -42,10 +42,7 @@ class SilenceWatch:
         self._known.clear()
 
     def look(self, signs: Mapping[int, RankSign], now_ns: int) -> dict[int, tuple[int, str]]:
-        """Returns the ranks that stand still, each with the time since when, and why it is silent, or an empty text.
-
-        Each process is returned once between two steps, and once more when there is a reason.
-        """
+        """Returns the ranks that stand still, since when and why, or "": once per step, and again with a reason."""
         for rank, sign in signs.items():
             pid, since_ns, cpu_ns = self._since.get(rank, (0, 0, 0))
             if pid != sign.pid or (sign.cpu_ns - cpu_ns) * _WORKS > max(STILL_NS, now_ns - since_ns):

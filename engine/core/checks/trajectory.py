@@ -60,8 +60,7 @@ def trajectory_hash(rows: Iterable[TrajectoryRow]) -> str:
 def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]) -> Difference | None:
     """Returns the first difference between two trajectories, or None.
 
-    Of the first step that differs: its first microbatch with other bits, which explains all else; else its first layer
-    with other tensors; else the loss.
+    In the first step that differs it is a microbatch, which explains all else; else the first layer; else the loss.
     """
     ours, theirs = _by_key(run), _by_key(twin)
     difference = _first_of_results(ours, theirs)
@@ -267,10 +266,10 @@ class AuditBook:
     def add(
         self, step: int, worker: int, pipeline: int, hashes: LayerHashes, marks: LayerMarks = MappingProxyType({})
     ) -> None:
-        """Adds the hashes of some layers of a worker's replica in one pipeline, and the marks of their tensors.
+        """Adds the hashes of layers of a worker's replica in one pipeline, and the marks of their tensors.
 
-        Raises ReplicasDifferError when they differ from another replica's; it names the tensor if the marks show it.
-        After that `close` returns no rows, because either replica may be the wrong one.
+        Raises ReplicasDifferError when they differ from another replica's, with the tensor if marks show it; then
+        `close` returns no rows.
         """
         reporter = f"worker {worker} in pipeline {pipeline}"
         try:
@@ -286,10 +285,7 @@ class AuditBook:
             raise
 
     def close(self, step: int, loss: float, data: AuditMarks = ()) -> list[TrajectoryRow]:
-        """Returns the rows of `step`, with the marks of its data, and begins the next step.
-
-        A step without a complete audit has no rows.
-        """
+        """Returns the rows of `step` with its data's marks, none without a complete audit; begins the next one."""
         states, buffers, self._states, self._buffers = self._states, self._buffers, {}, {}
         if self._is_disputed or len(buffers) < self.num_layers * self.num_pipelines:
             return []

@@ -76,10 +76,7 @@ def _expanded(wanted: FaultSpec, job: Job, dice: _Dice, taken: set[At], place: s
 
 
 def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At]) -> Iterator[At]:
-    """Yields moments at exponential gaps; the fraction of a step selects an action of the slot in its owner's list.
-
-    If a moment is in `taken`, the slot's next action that is not taken replaces it (cyclically in the step).
-    """
+    """Yields moments at exponential gaps, each at an action of the slot, or at its next one that is not `taken`."""
     program, ownership = initial_program(job)
     at_steps = 0.0
     for _ in range(every.count):
@@ -167,10 +164,7 @@ class _Dice:
 
 
 def describe(faults: Sequence[Fault], job: Job) -> list[str]:
-    """Returns one line per fault: its kind, victims and moment, and the workers that own these slots at the start.
-
-    The workers are left out if the placement is not known.
-    """
+    """Returns one line per fault: its kind, victims, moment and, if the placement is known, the first owners."""
     lines = []
     ownership = known_ownership(job)
     for fault in faults:
@@ -194,10 +188,7 @@ def describe(faults: Sequence[Fault], job: Job) -> list[str]:
 
 
 def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str], step: int) -> tuple[At, ...]:
-    """Returns the moments, of which the first to come is the catch-up point; none if the victim had not begun `step`.
-
-    `at` are the last step and action of the slot's owner under the ownership `before`.
-    """
+    """Returns the moments of which the first is the catch-up point; none if the victim had not begun `step`."""
     pipeline, stage = slot
     if at[0] != step or not at[1]:
         return ()

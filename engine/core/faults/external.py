@@ -146,10 +146,7 @@ class ExternalScenario:
 
 
 def external_problems(scenario: ExternalScenario, num_ranks: int | None, *, is_attached: bool) -> Iterator[Problem]:
-    """Yields what makes a scenario impossible; `num_ranks` are those that its command starts, None if not known.
-
-    `is_attached`: the job runs already, so its output is not read.
-    """
+    """Yields what makes a scenario impossible for so many ranks, if known; the job runs already if `is_attached`."""
     if pattern := scenario.progress.output:
         wrong = pattern_error(pattern)
         if wrong or "step" not in re.compile(pattern).groupindex:

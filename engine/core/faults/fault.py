@@ -166,10 +166,7 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The moment before, during or after an action of a step, at the owner of the action's slot.
-
-    A checkpoint of a stage is an action of the worker that writes it.
-    """
+    """The moment before, during or after an action of a step at its owner, or of a checkpoint at its writer."""
 
     step: int
     action: Action
@@ -235,10 +232,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The worker in a role for a slot at the moment of the strike: the slot of the action, or of `After.fault`.
+    """The worker in a role for the slot of the action, or of `After.fault`, at the moment of the strike.
 
-    The recoverer owns the slot by the newest verdict. The shadow is the slot's first one. The neighbour owns the next
-    stage of the pipeline (after the last stage: the first).
+    The recoverer owns the slot by the newest verdict, the shadow is its first one, and the neighbour owns the next
+    stage of the pipeline (cyclic).
     """
 
     role: RoleName
@@ -265,10 +262,7 @@ Victim = Owner | Worker | Role | Host
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault; `id` is unique in a run. All victims are struck at the same moment.
-
-    `do` names a kind in the registry; `parameters` are those of the kind, by `Parameter.key`.
-    """
+    """One fault, with an `id` unique in its run; strikes all victims at once with the registered kind `do`."""
 
     id: str
     moment: Moment

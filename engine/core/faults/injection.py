@@ -287,10 +287,7 @@ def _schedule(old: Injection, now: Now, faults: Iterable[Fault]) -> Moved:
 
 
 def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]]) -> Moved:
-    """Tells the heirs to report the moment at which they have redone the lost work of a fault's victim.
-
-    The plan of an epoch is about to run; `positions` are the last step and action of each worker.
-    """
+    """Tells the heirs to report when they have redone a victim's lost work; `positions` are the last actions."""
     outputs: tuple[InjectionOutput, ...] = ()
     state = now.state
     for fault, cause in _after(old, "merged"):
@@ -384,10 +381,7 @@ def see_end(old: Injection, now: Now, worker: int, code: int) -> Moved:
 
 
 def see_state(old: Injection, now: Now, worker: int, letter: str) -> Moved:
-    """Handles the state of a process that lives, such as T for a stopped one: the answer to `LookAtVictim`.
-
-    It is read again and again until it shows the fault or the process has ended.
-    """
+    """Handles the state of a living process, such as T; it is read again until it shows the fault or the end."""
     new, outputs = see_sign(old, now, worker, "state", letter)
     look = LookAtVictim(worker)
     if _is_awaited(new, worker) and all(each.work != look for each in new.late):
@@ -469,10 +463,7 @@ class InheritedFaults:
 
 
 def taken_over(old: Injection, now: Now, inherited: InheritedFaults, lost: str, present: Collection[int]) -> Moved:
-    """Returns the injection of the next host, and what it does first; `lost` is the name of the host before.
-
-    Of the workers only those that are `present` have a process that may live.
-    """
+    """Returns the next host's injection after `lost`, and what it does first; `present` workers may live."""
     struck = tuple(_struck(old, inherited, name) for name in dict.fromkeys(each.fault for each, _ in inherited.strikes))
     faults = [each for each in struck if each is not None]
     names = inherited.struck
@@ -481,9 +472,7 @@ def taken_over(old: Injection, now: Now, inherited: InheritedFaults, lost: str, 
     begun = {each.id for each in waiting if isinstance(each.moment, After) and _has_begun(each.moment, epochs, now)}
     ended = {worker for each in faults for worker in each.workers if worker not in present}
     new = old._replace(
-        waiting=tuple(each for each in waiting if each.id not in begun),
-        struck=tuple(faults),
-        ended=old.ended | ended,
+        waiting=tuple(each for each in waiting if each.id not in begun), struck=tuple(faults), ended=old.ended | ended
     )
     outputs = [*_unconfirmed(inherited, names, begun, lost)]
     for fault in faults:

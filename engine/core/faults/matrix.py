@@ -309,10 +309,7 @@ class SmallestScenario:
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], kinds: Kinds, budget: int = 40) -> SmallestScenario:
-    """Returns the smallest scenario found for which `fails` is true, as it is for the given one.
-
-    `kinds` are those of faults, by name.
-    """
+    """Returns the smallest scenario found for which `fails` is true, as for the given one; `kinds` are by name."""
     num_tries = 0
     tried: list[Scenario] = []
     while True:
@@ -393,8 +390,7 @@ def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
         trigger, target = wanted.trigger, wanted.target
         if isinstance(trigger, At):
             action = trigger.action._replace(
-                stage=stage_of(trigger.action.stage),
-                pipeline=min(trigger.action.pipeline, pipelines - 1),
+                stage=stage_of(trigger.action.stage), pipeline=min(trigger.action.pipeline, pipelines - 1)
             )
             if action.op not in STAGE_OPS:
                 action = action._replace(microbatch=min(action.microbatch, microbatches - 1))

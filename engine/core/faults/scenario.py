@@ -42,8 +42,8 @@ Trigger = At | After | Every | InStep
 class Target:
     """The victims of a fault; by default the owner of the slot of the moment's action.
 
-    A slot needs both `pipeline` and `stage`. With `count`, the other victims own the next slots of the first one's
-    pipeline, cyclically (`adjacent` true), slots that are not adjacent (false), or any slots (None).
+    A slot has `pipeline` and `stage`. With `count`, the other victims own the next slots of the first one's pipeline
+    (`adjacent` true), slots that are not adjacent (false), or any (None).
     """
 
     pipeline: int | None = described(None, "the pipeline of a slot")

@@ -55,10 +55,7 @@ NO_TWIN = "a run without the settings of a deterministic one may have other bits
 def impossible_expectations(
     expect: Expect, job: Job, faults: Mapping[int, FaultSpec] | None, kinds: Kinds
 ) -> Iterator[Problem]:
-    """Yields the problems of expectations that no run can meet; `kinds` are the known ones, by name.
-
-    `faults` is None if some are not valid: they may have any effect.
-    """
+    """Yields the problems of expectations that no run can meet; `faults` is None if some are not valid."""
     if expect.trajectory == "identical" and job.audit != 1:
         hint = "the comparison needs the hashes of every step: set audit: 1 in the job"
         yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)

@@ -121,10 +121,7 @@ def let_end(host: HostAgent, now_ns: int, grace_ns: int) -> HostEnd:
 
 
 def interrupt(host: HostAgent, now_ns: int, grace_ns: int, is_training: bool, last_ns: int = LAST_NS) -> HostEnd:
-    """Ends the run at a signal: after the open step and within `grace_ns`, or at once where no step is open.
-
-    The second signal ends it by force.
-    """
+    """Ends the run at a signal: within `grace_ns` after the open step, else at once; by force at the second one."""
     new = host._replace(is_interrupted=True, last_ns=last_ns)
     if host.is_interrupted:
         return (new, ()) if host.is_forced else _force(new, now_ns)
@@ -243,10 +240,7 @@ def host_for_one_more(dealt: Mapping[int, str], hosts: Sequence[str]) -> str:
 
 
 def missing_decisions(known: int, stored: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
-    """Returns the decisions that a host lacks, which knows the first ones, `known` of them.
-
-    `stored` has of each other host some decisions by number. Raises InvariantError if two hosts contradict each other.
-    """
+    """Returns the decisions from `known` on that others have `stored`; raises InvariantError if they differ."""
     lines: dict[int, str] = {}
     for decisions in stored:
         for number, line in decisions.items():

@@ -146,10 +146,7 @@ class TickHostMessage(ToOtherHost):
 
 @message
 class DecisionHostMessage(ToOtherHost):
-    """A decision that the coordinator's host has recorded; each host stores it, so no disk has the only copy.
-
-    Its line follows in the frame. A takeover does not renumber decisions.
-    """
+    """A decision of the coordinator's host, which each host stores under its number; its line follows in the frame."""
 
     number: int
 

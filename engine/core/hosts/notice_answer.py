@@ -16,10 +16,7 @@ _WORKER = frozenset({"worker", "workers", "and"})
 
 
 class NoticeFrom(NamedTuple):
-    """A command, or a URL, that is asked every `every_s` seconds.
-
-    `token_url` is asked first, for a token to show. `name_url` gives the name of this machine in a list of events.
-    """
+    """A command or URL asked every `every_s` s; a token, and this machine's name, come from two others."""
 
     command: tuple[str, ...] = ()
     url: str = ""
@@ -70,10 +67,7 @@ class NoticeAnswer(NamedTuple):
 
 
 def answer_of(said: bytes, machine: str = "") -> NoticeAnswer | None:
-    """Returns the notice in an answer, None if there is none; what is beyond the limit does not count.
-
-    `machine` is the name of this one; without it an event of any machine counts.
-    """
+    """Returns the notice in an answer, or None, up to the limit; for this `machine` only, if it is known."""
     text = said[:MOST_BYTES].decode("utf-8", "replace").strip()
     if text.lower() in _NO or _has_no_ending_event(text, machine):
         return None

@@ -129,10 +129,7 @@ def neutral_of(job: Mapping[str, Any]) -> frozenset[str]:
 
 
 def prediction_of(job: Job, step: int, args: Mapping[str, Scalar]) -> Job:
-    """Returns the job that predicts with the weights after a step of `job`; `args` are its `predict_args`.
-
-    It begins behind that step, trains none, and keeps nothing.
-    """
+    """Returns the job that predicts with the weights after a step of `job`, trains nothing and keeps nothing."""
     usual = {name: getattr(Job(), name) for name in _OF_TRAINING}
     nothing: dict[str, Any] = {
         "warmup_steps": 0,
@@ -145,10 +142,7 @@ def prediction_of(job: Job, step: int, args: Mapping[str, Scalar]) -> Job:
 
 
 def twin_of(job: Job) -> Job:
-    """Returns the job of the twin: the fields that do not change bits have their cheapest values.
-
-    A twin that follows its validations, or is ended by them, has those of the run.
-    """
+    """Returns the job of the twin: fields that do not decide bits are cheapest, but validations that end it stay."""
     is_led = bool(job.early_stop) or follows_validations(asdict(job))
     return replace(job, **{name: each for name, each in _CHEAPEST.items() if not (is_led and name in _OF_FIGURES)})
 
@@ -176,10 +170,7 @@ def different_facts(before: Mapping[str, object], now: Mapping[str, object]) -> 
 def bit_differences(
     before: Mapping[str, object], facts: Mapping[str, object], job: Job, now: Mapping[str, object]
 ) -> list[BitDifference]:
-    """Returns what decides bits and differs between a kept job on a host with `facts`, and `job` on this host.
-
-    The number of steps decides bits only where the learning rate depends on it.
-    """
+    """Returns what decides bits and differs between a kept job on a host with `facts`, and `job` here."""
     ours = asdict(job.masked)
     neutral = neutral_of(ours) & neutral_of(before)
     names = [name for name in ours if name not in neutral and (name != "steps" or depends_on_steps(job))]
@@ -189,10 +180,7 @@ def bit_differences(
 
 
 def job_fingerprint(job: Mapping[str, object]) -> str:
-    """Returns what tells a kept job from others, as 16 hex digits; empty for an unreadable record.
-
-    A run records it. `--resume auto` resumes no run with another one, and `--resume latest` replaces none by it.
-    """
+    """Returns 16 hex digits by which a run's job is known again for a resume; empty for an unreadable record."""
     identity = {name: job.get(name, getattr(Job(), name)) for name in _IDENTITY}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if job else ""
 

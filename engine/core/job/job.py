@@ -95,10 +95,7 @@ class Job:
         "microbatch; needs layers with a forward_slice method, such as those of gpt; changes bits",
     )
     steps: int = described(80, "optimizer steps")
-    epochs: int = described(
-        0,
-        "passes over a finite training set, which determine the number of steps; 0 = use steps",
-    )
+    epochs: int = described(0, "passes over a finite training set, which determine the number of steps; 0 = use steps")
     schedule: str = described(
         "1f1b",
         "pipeline schedule: {schedules}, FILE.csv with each worker's compute actions, or package.module:generator "
@@ -106,8 +103,7 @@ class Job:
     )
     stages_per_worker: int = described(1, "stages of one pipeline on each worker (V)")
     workers: int = described(
-        0,
-        "worker processes; 0 = pipelines x stages / stages-per-worker; fewer workers get several stages each",
+        0, "worker processes; 0 = pipelines x stages / stages-per-worker; fewer workers get several stages each"
     )
     placement: PlacementChoice = described(
         "auto", "which stages share a worker: loop, v (there and back), or auto (the schedule's default)"
@@ -164,8 +160,7 @@ class Job:
     )
     activation_checkpoint: int = described(0, "recompute activations in groups of N layers; 0 = off")
     device: DeviceKind = described(
-        "auto",
-        "where layers compute: cpu, cuda, or auto (cuda if every worker can have its own GPU); changes bits",
+        "auto", "where layers compute: cpu, cuda, or auto (cuda if every worker can have its own GPU); changes bits"
     )
     share_gpu: bool = described(False, "let several workers share a GPU; slow, because they take turns: for tests")
     residuals: ResidualChoice = described(
@@ -195,8 +190,7 @@ class Job:
     )
     threads: int = described(1, "compute threads per worker; changes bits")
     check_pure: bool = described(
-        True,
-        "before training, reject layers whose results depend on anything but weights, buffers and inputs",
+        True, "before training, reject layers whose results depend on anything but weights, buffers and inputs"
     )
     audit: int = described(1, "hash weights and optimizer state every N steps; 0 = off")
     layer_norms: int = described(0, "record the gradient norm of each layer every N steps; 0 = off")

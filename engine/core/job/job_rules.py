@@ -92,10 +92,7 @@ _MOST_SHOWN = 5
 def check_schedule(
     schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice, slices: int = 1
 ) -> list[Problem]:
-    """Returns a problem for each rule about schedules that these fields of a job break.
-
-    With more than one of `slices` in a microbatch of the job, `microbatches` counts slices.
-    """
+    """Returns a problem for each broken rule about schedules; with `slices`, `microbatches` counts slices."""
     unknown = []
     if not is_text(schedule) and schedule not in SCHEDULES:
         expected = f"one of {', '.join(sorted(SCHEDULES))}"
@@ -197,10 +194,7 @@ MOST_ADAPTED = 4096  # the policy runs every schedule dry while training continu
 
 
 def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
-    """Returns a problem for each rule that `job` breaks; the types of its fields must be right already.
-
-    `nccl_on_cpu` is for tests, where a double of NCCL sends between CPUs.
-    """
+    """Returns a problem for each rule that a job of valid types breaks; `nccl_on_cpu` is for tests."""
     problems = size_problems(job)
     if not 0 < job.lr <= MOST_FLOAT:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))

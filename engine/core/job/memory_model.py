@@ -40,8 +40,8 @@ class StageBytes(NamedTuple):
 class MicrobatchBytes(NamedTuple):
     """The bytes that a microbatch takes on the device of a stage.
 
-    `residual` bytes stay from its forward to its backward; the two take `forward` and `backward` bytes for themselves.
-    `largest` is the largest parameter of the stage.
+    Its `residual` stays from forward to backward, which take `forward` and `backward`; `largest` is the stage's largest
+    parameter.
     """
 
     residual: int
@@ -131,10 +131,7 @@ def device_bytes(
     sizes: Mapping[int, StageBytes],
     tried: Mapping[int, MicrobatchBytes],
 ) -> int:
-    """Returns the most bytes that a worker takes on its GPU in a step, by its actions in order.
-
-    `sizes` has those of each stage that it holds, and of the stage before; `tried` those of a microbatch in each.
-    """
+    """Returns the most bytes that a worker takes on its GPU in a step, by its actions and stages' `sizes`."""
     state = worker_bytes(job, ownership, worker, sizes)
     walk = _Walk(job, ownership, worker, sizes, tried)
     walk.run(actions)

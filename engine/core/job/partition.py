@@ -100,10 +100,7 @@ def _uniform(num_layers: int, num_parts: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Returns the partition into contiguous stages that minimizes the weight of the heaviest stage.
-
-    Bisects on that weight. For a given bound, filling from the left needs the fewest stages.
-    """
+    """Returns the partition into contiguous stages that minimizes the heaviest weight, by bisection."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -184,10 +181,7 @@ def shadowed(
 
 
 def holders(job: Job) -> list[frozenset[int]]:
-    """Returns for each slot of a pipeline the workers that hold its state at the start, in any pipeline.
-
-    With shards each pipeline has its own state, and all of them stand one after the other.
-    """
+    """Returns the workers that hold each slot's state at the start, in any pipeline, or with shards in its own."""
     ownership = fresh_ownership(job)
     if job.fsdp:
         return [frozenset(ownership.replicas(*slot)) for slot in job.grid.slots()]

@@ -110,10 +110,7 @@ def parts_of(job: Job, sets: EvaluationSets, *, only_whole: bool = False) -> tup
 
 
 def left_out(job: Job, sets: EvaluationSets) -> tuple[str, ...]:
-    """Returns a note for each set whose last samples a pass of whole microbatches leaves out.
-
-    Raises UserError for a set of which nothing would be left.
-    """
+    """Returns a note for each set whose last samples are left out; raises UserError if nothing would be left."""
     parts = [part for part in parts_of(job, sets) if part.rows < job.microbatch_size]
     why = "the loss that the forward returns is known for whole microbatches only"
     if empty := [part for part in parts if part.number == 0]:

@@ -60,8 +60,7 @@ def predicted_tensors(
 ) -> tuple[BySlot, BySlot]:
     """Returns the tensors of a worker at the boundary and at the peak of a step with these actions.
 
-    `sizes` has those of each stage that it holds, and of the stage before; `residuals` the bytes of a microbatch in the
-    stash of each stage that it holds.
+    `sizes` are of its stages and the one before, `residuals` the bytes of a microbatch in the stash of each stage.
     """
     copies = 1 + job.pipelines * job.retains
     held = {slot: sizes[slot[1]] for slot in ownership.held_by(worker)}
@@ -84,12 +83,7 @@ class _TensorWalk:
     """What each action of a worker adds to the tensors of its slot."""
 
     def __init__(
-        self,
-        job: Job,
-        ownership: Ownership,
-        worker: int,
-        sizes: Mapping[int, StageBytes],
-        residuals: Mapping[int, int],
+        self, job: Job, ownership: Ownership, worker: int, sizes: Mapping[int, StageBytes], residuals: Mapping[int, int]
     ):
         self.job, self.ownership, self.sizes, self.residuals = job, ownership, sizes, residuals
         self._own = frozenset(ownership.slots_of(worker))

@@ -22,10 +22,9 @@ from engine.core.ownership import Ownership, Slot
 
 # Votes for the commit of a step: one message of each worker, with the votes of all its replicas.
 #
-# In every program the COMMITs of a worker stand together behind its last LOG, and no action but STEP needs a vote. So
-# the one message can be sent with the last COMMIT: no other worker waits for it sooner, and the commit needs the last
-# vote in any case. Only the marks of very many microbatches need a second message. The measured times and sizes in a
-# vote decide nothing about the step: the policy goes by them later.
+# The COMMITs of a worker follow its last LOG in every program, and only STEP needs a vote. So one message goes with the
+# last COMMIT: no other worker waits for it sooner. Only the marks of very many microbatches need a second one. The
+# measured times and sizes in a vote decide nothing about the step; the policy uses them later.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,7 @@ def in_order(chain: VoteChain) -> Iterator[tuple[int, tuple[SlotVote, ...]]]:
 
 
 class Commit(NamedTuple):
-    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`.
-
-    `lr` is the learning rate, unless the job alone tells it; `monitored` is the last value of the figure that the
-    user's schedule follows.
-    """
+    """The mean loss, the global gradient norm, the clip factor or `SKIP`, and what an adaptive rate depends on."""
 
     step: int
     loss: float
@@ -88,10 +83,7 @@ class Commit(NamedTuple):
 
 
 class Ballot(NamedTuple):
-    """The votes for one step by the replicas of one ownership, in one epoch; `open_ballot` makes it.
-
-    The shadows are the wanted ones (`protocol/orders.py`): one that heals in this step votes too.
-    """
+    """The votes for one step in one epoch, of owners and wanted shadows; a shadow that heals in this step votes too."""
 
     epoch: int
     step: int
@@ -111,10 +103,7 @@ class Ballot(NamedTuple):
         return _voters(self.ownership).difference(self.votes)
 
     def add(self, worker: int, vote: VoteMessage) -> tuple[Ballot, Commit | None]:
-        """Returns the ballot with a worker's votes, and the commit if no other one is missing.
-
-        A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
-        """
+        """Returns the ballot with a worker's votes, and the commit if none is missing; another epoch's are ignored."""
         if vote.epoch != self.epoch:
             return self, None
         ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
@@ -129,10 +118,7 @@ class Ballot(NamedTuple):
 
 
 def layer_norms(ballot: Ballot) -> tuple[tuple[int, float], ...]:
-    """Returns the gradient norm of each layer, before clipping; a tied parameter counts in its first layer only.
-
-    Where a gradient is not finite, the norm is infinite or NaN.
-    """
+    """Returns each layer's gradient norm before clipping; a tied parameter counts in its first layer only."""
     owner = ballot.ownership.owner
     votes = [vote for (worker, slot), vote in ballot.votes.items() if slot[0] == 0 and worker == owner(*slot)]
     squares = sorted(pair for vote in votes for pair in zip(vote.layers, vote.squared_norms, strict=True))

@@ -24,7 +24,7 @@ from engine.core.program.passes import (
     with_whole_stages,
 )
 from engine.core.program.plan_repair import Baseline, baseline_of
-from engine.core.program.schedule_csv import is_text, named_pairs, rows_from_csv, rows_to_csv
+from engine.core.program.schedule_csv import is_text, named_pairs, placed_rows, rows_to_csv
 from engine.core.program.schedules import SCHEDULES, IsPair, in_blocks, of_kind, with_pairs_together
 
 
@@ -73,10 +73,9 @@ def build_program(
 
 @lru_cache(maxsize=4)
 def baseline(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Baseline | None:
-    """Returns what the repair of a step with these owners looks up; None if such a step is always planned from scratch.
+    """Returns what the repair of a step looks up; None for shards, slices, and if all workers run all forwards first.
 
-    It is with shards or slices, and if all workers run all forwards first: merged in that order, two stages take up to
-    a fifth longer than in the order of the planner.
+    Merged in that order, two stages take up to a fifth longer than in the order of the planner.
     """
     if grid.fsdp or grid.slices > 1:
         return None
@@ -132,4 +131,4 @@ def to_csv(program: Program, is_pair: IsPair | None = None) -> str:
 
 def from_csv(text: str) -> Program:
     """Returns the program that `text` holds; empty cells are skipped. Raises ScheduleError with worker and position."""
-    return dict(enumerate(rows_from_csv(text)))
+    return {worker: tuple(action for _, action in row) for worker, row in enumerate(placed_rows(text))}

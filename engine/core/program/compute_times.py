@@ -12,8 +12,8 @@ _MOST_PASSED = 32  # microbatches whose transfers are told
 class ComputeTimes:
     """The times of a worker's forwards and backwards in the open step, by slot; redundant forwards do not count.
 
-    It is the time on the clock, and not that of a processor; on a GPU, that between its events. Only the time that the
-    worker waits for a core is taken off: on a busy machine it falls to one worker now, to another one later.
+    Clock time counts (on a GPU, the time between events), less the wait for a core: a busy machine slows one worker
+    now, another one later.
     """
 
     def __init__(self, microbatches: int):
@@ -21,20 +21,13 @@ class ComputeTimes:
         self._known: dict[Slot, list[int]] = {}  # number and nanoseconds of forwards, then of backwards
         self._passed: dict[Slot, dict[tuple[Op, int], int]] = {}
 
-    def add(self, action: Action, took_ns: int) -> None:
-        """Adds a compute action that has ended."""
-        if action.op is Op.REDO_F:
-            return
-        known = self._known.setdefault((action.pipeline, action.stage), [0, 0, 0, 0])
-        at = 0 if action.op is Op.F else 2
-        known[at] += action.op is not Op.I  # its second part is to come
-        known[at + 1] += took_ns
-
-    def take_off(self, action: Action, waited_ns: int) -> None:
-        """Takes the time off that a compute action has waited for a core."""
+    def add(self, action: Action, took_ns: int, *, has_ended: bool = True) -> None:
+        """Adds the time of a compute action; without `has_ended` a part of it, below 0 for a wait for a core."""
         if action.op is not Op.REDO_F:
             known = self._known.setdefault((action.pipeline, action.stage), [0, 0, 0, 0])
-            known[1 if action.op is Op.F else 3] -= waited_ns
+            at = 0 if action.op is Op.F else 2
+            known[at] += has_ended and action.op is not Op.I  # its second part is to come
+            known[at + 1] += took_ns
 
     def of(self, slot: Slot) -> tuple[int, int]:
         """Returns the nanoseconds of all forwards and of all backwards; 0 if some were run elsewhere, or twice."""

@@ -68,10 +68,7 @@ def carried(action: Action) -> Value:
 
 
 def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple[int, Action], ...]:
-    """Returns the actions of other workers that run together with this one: each waits until the others have begun.
-
-    A worker that owns a stage in several pipelines runs the action once, with the first of these pipelines.
-    """
+    """Returns the actions of other owners, each in its first pipeline, that begin before any of them runs."""
     if not OP_TABLE[action.op].meets:
         return ()
     return tuple(
@@ -272,10 +269,9 @@ def crosses(value: Value, ownership: Ownership) -> bool:
 
 
 def peers_of(worker: int, ownership: Ownership) -> tuple[int, ...]:
-    """Returns `worker` and all that it exchanges values with in a step that owners and shadows run, in order.
+    """Returns `worker` and all that it exchanges values with in a step of owners and shadows, in order.
 
-    They are the owners of the slots beside its own, the replicas of the slots that it holds, and the owners of stages
-    that share a parameter with one of its own. Where any member may send what it held, these are not all.
+    In a plan, where any member may send what it held, there may be more.
     """
     grid, owned = ownership.grid, ownership.slots_of(worker)
     beside = {(d, stage + more) for d, stage in owned for more in (-1, 1) if 0 <= stage + more < grid.stages}

@@ -43,10 +43,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The run of a program as predicted: its spans in order of start, its length, idle share and stashed residuals.
-
-    `waits` is how long each worker waits between its first compute action and its last.
-    """
+    """The predicted run: spans by start, length, idle share, and each worker's peak stash and waits in between."""
 
     spans: tuple[Span, ...]
     makespan: float
@@ -70,8 +67,8 @@ def dry_run(
 ) -> DryRun:
     """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
 
-    `held` are the values at the start. With `overlapping` a pair takes as long as the longer of its two actions. A sent
-    value arrives `latency` after the end of its SEND.
+    `held` are the values at the start. An `overlapping` pair takes as long as its longer action. A sent value arrives
+    `latency` after its SEND.
     """
     costs_of = overlapped_costs if overlapping else map
     costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
@@ -129,9 +126,8 @@ def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
 def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
     """Yields how many residuals a worker holds after each of its actions, of `stashed` at the start.
 
-    A forward makes one, and the backward of its slot frees it: the part for the weights if the backward is split. The
-    residuals of redundant forwards have no backward on that worker and stay to the end. One on its way to the host does
-    not count: what takes its place waits for the copy.
+    A forward makes one, and its backward, or the part for the weights, frees it. Those of redundant forwards stay to
+    the end. One on its way to the host does not count: what takes its place waits for the copy.
     """
     in_parts = _in_parts(actions)
     for stage, op, microbatch, pipeline in actions:
@@ -149,8 +145,7 @@ def _in_parts(actions: Sequence[Action]) -> set[tuple[int, int, int]]:
 class HostLink:
     """The link of one worker to its host: one copy of a residual at a time in each direction, in order.
 
-    A forward or RELOAD waits for copies to the host until it fits under the peak that `peak_stash` finds, of `stashed`
-    residuals at the start; a backward waits for the copy back of its own.
+    A forward or RELOAD waits for copies until it fits under `peak_stash`; a backward waits for its own copy back.
     """
 
     def __init__(self, actions: Sequence[Action], stashed: int = 0):
@@ -321,8 +316,8 @@ def bubbles(run: DryRun) -> dict[int, float]:
 def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
     """Returns the compute actions of `run`, which has integer costs, in blocks of at most `width` columns (0: any).
 
-    A cell shows an action at the unit of its start, `-` while it goes on, and blank while the worker waits. Actions of
-    a worker on a slot that it does not own by `ownership` stand in brackets.
+    A cell shows an action where it starts, `-` while it runs, and nothing while the worker waits; ( ) if it owns
+    another slot.
     """
     num_units = round(run.makespan)
     workers = sorted({span.worker for span in run.spans})
@@ -353,10 +348,7 @@ _BEFORE_THE_FIRST = 3  # columns
 def marked_lines(
     program: Mapping[int, tuple[Action, ...]], marked: Collection[tuple[int, int]], width: int
 ) -> list[str]:
-    """Returns rows of a program, at most `width` columns wide, that begin shortly before the first marked action.
-
-    `marked` has at least one (worker, position); these actions stand between > and <.
-    """
+    """Returns rows of a program from shortly before the first of `marked`, (worker, position); > < enclose these."""
     start = max(0, min(position for _, position in marked) - _BEFORE_THE_FIRST)
     rows = {
         f"worker {worker}": [

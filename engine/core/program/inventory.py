@@ -155,8 +155,8 @@ def from_json(text: str) -> Inventory:
             held.get("stuck", ""),
             dict(held.get("rates", ())),
         )
-        numbers, text_of_stuck = _numbers(inventory), type(inventory.stuck) is str
-        same = all(type(each) is int and each >= 0 for each in numbers) and text_of_stuck and to_json(inventory) == text
+        same = all(type(each) is int and each >= 0 for each in _numbers(inventory))
+        same = same and type(inventory.stuck) is str and to_json(inventory) == text
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvariantError(f"not an inventory: {error!r} in {text[:200]!r}") from error
     if not same:

@@ -4,16 +4,15 @@ On such a backend the n-th receive from a worker takes its n-th send, a send may
 has one queue: a message begins when those issued before it have ended.
 
 The walk goes through the program in columns, one compute action of each worker in turn. Where a value is sent, the
-receive is issued too, where the taker has come to. So the queues of all workers are parts of one order in which a
+receive is issued too, at the present place of its taker. So the queues of all workers are parts of one order in which a
 receive directly follows its send:
 
     worker 0   0F0 0SEND_F0          0F1 ...
     worker 1                1RECV_F0     1F0 ...
 
-No worker waits in a circle, and no two messages cross. A RECV then only waits for a message that was issued before.
-A receive may be issued as soon as all that its worker issues before it is issued: nothing else waits for it.
-Values of other kinds than the asked ones go elsewhere, where they are found by their key; a worker waits for them too,
-so the walk has them. What nobody makes was there at the start.
+No worker waits in a circle, and no two messages cross. A RECV only waits for a message that was issued before, so it
+may be issued as soon as all that its worker issues before it is. Values of other kinds go elsewhere, by their key;
+workers wait for them too, so the walk has them. What nobody makes was there at the start.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ class Issue(NamedTuple):
 
 
 def issue_order(program: Program, ownership: Ownership) -> Mapping[int, tuple[Issue, ...]]:
-    """Returns the issues of each worker in order.
-
-    Raises ScheduleError if a worker does not come to its end.
-    """
+    """Returns the issues of each worker in order; raises ScheduleError if a worker does not reach its end."""
     walk = _Walk(program, ownership)
     walk.run()
     return {worker: tuple(issues) for worker, issues in walk.issues.items()}

@@ -1,8 +1,8 @@
 """The pass that offloads residuals: it adds their copies to the host, behind forwards, and back, before backwards.
 
-What is used last leaves, and leaves at once: behind its forward. It comes back while the last forward before its
-backward runs, or the last action; it stays until the part of the backward for the weights. So of 1F1B on the first of 4
-workers, two residuals are on the device at once:
+The residual that is used last leaves, right behind its forward. It comes back during the last forward before its
+backward, or the last action; it stays until the backward for the weights. So 1F1B on the first of 4 workers has two
+residuals on the device at once:
 
     0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0OFFLOAD3 0B0 0RELOAD1 0F4 0OFFLOAD4 0B1 0RELOAD2 0F5 ...
 

@@ -1,8 +1,8 @@
 """The step of the owners alone: compute actions and transfers, made for the workers that are asked for.
 
-A worker of a thousand needs its own part of a step and those of its peers. The list of a worker follows from the shape
-of the job, and its transfers from the lists of the owners beside its slots: they make what it takes, and take what it
-makes. Whoever walks through all parts, as the dry run does, gets them from one pass over the whole step.
+A worker of a thousand needs its own part of a step and those of its peers. Its list follows from the shape of the job,
+and its transfers from the lists of the owners beside its slots. A walk through all parts, such as the dry run, gets
+them from one pass over the whole step.
 
     asked for worker 5    the lists of workers 4, 5 and 6, and the transfers between them; of these the part of worker 5
 """
@@ -26,10 +26,7 @@ from engine.core.program.teams import in_pipeline, is_in_list_order, teams_of
 
 @dataclass(frozen=True, slots=True)
 class OwnersCompute:
-    """The compute actions of each owner; `is_scheduled` says whether the schedule orders them, not the list scheduler.
-
-    `most_blocks` are those of the longest stage. A line is made anew each time.
-    """
+    """The compute actions of each owner, ordered by the schedule or (not `is_scheduled`) by the list scheduler."""
 
     workers: tuple[int, ...]
     line_of: Callable[[int], ComputeList]
@@ -47,7 +44,10 @@ def owners_compute(schedule: str, grid: Grid, owners: tuple[int, ...]) -> Owners
     ownership = Ownership(grid, owners)
     list_at = _lists(schedule, ownership)
     if list_at is None:
-        return _in_teams(schedule, ownership) or _merged(ownership)
+        if (in_teams := _in_teams(schedule, ownership)) is not None:
+            return in_teams
+        merged = merged_compute(ownership)
+        return OwnersCompute(tuple(merged), merged.__getitem__, is_scheduled=False)
     places = {
         ownership.owner(pipeline, stage): (place, pipeline)
         for place, stage in enumerate(list_at.first_stages)
@@ -73,11 +73,6 @@ def _in_teams(schedule: str, ownership: Ownership) -> OwnersCompute | None:
 
     most_blocks = max(len(run) for team in teams for stages in team.stages for run in stages)
     return OwnersCompute(tuple(sorted(team_of)), line, is_scheduled=True, most_blocks=most_blocks)
-
-
-def _merged(ownership: Ownership) -> OwnersCompute:
-    merged = merged_compute(ownership)
-    return OwnersCompute(tuple(merged), merged.__getitem__, is_scheduled=False)
 
 
 class OwnersProgram(Mapping[int, ComputeList]):

@@ -156,20 +156,17 @@ class _Exchange:
 
 # The pass that adds redundant forwards: the first shadow of a slot runs the slot's forwards while it would wait.
 #
-# Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline or runs the forwards of
-# that stage again too, or the slot is of stage 0, whose input is data. So the pass adds no transfer. A worker's own
-# actions keep their order and come first. A redundant forward that is ready fills a gap, lowest microbatch first;
-# without a gap it stands behind the last backward. The gaps are those of a run with the given costs. Worker 0 shadows
-# stage 1:
+# Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline or runs its forwards
+# again too, or the slot is of stage 0, whose input is data. So the pass adds no transfer. A worker's own actions keep
+# their order and come first; a redundant forward that is ready fills a gap, lowest microbatch first, or stands behind
+# the last backward. The gaps are those of a run with the given costs. Worker 0 shadows stage 1:
 #
 #     worker 0   0F0 0F1 1F0 1F1 0B0      0B1
 #     worker 1       1F0 1B0     1F1 1B1
 #
-# A redundant forward without a gap makes the step longer wherever it stands. So some of them stand sooner, where a kill
-# finds them done: one behind each of the first backwards that a forward follows. All workers do so, and wait for each
-# other no longer than one forward. If that makes the step longer than before, the pass undoes it.
-#
-# The pass comes before that of the transfers, which gives no transfer to a redundant forward.
+# A redundant forward without a gap makes the step longer wherever it stands. So some stand sooner, where a kill finds
+# them done: one behind each of the first backwards that a forward follows. If that makes the step longer than before,
+# the pass undoes it.
 
 _Task = tuple[int, Action]  # (worker, action)
 
@@ -182,7 +179,9 @@ def with_redundant_forwards(
 ) -> dict[int, tuple[Action, ...]]:
     """Returns a program of compute actions with the redundant forwards; the `healing` (worker, slot) take no part."""
     own = [(worker, action) for worker, actions in program.items() for action in actions]
-    tasks = own + sorted(_redundant(ownership, healing), key=lambda task: (task[1].microbatch, task[1].stage, task))
+    twice = redundant_slots(ownership, healing).items()
+    again = [(w, Action(s, Op.F, m, d)) for (d, s), w in twice for m in range(ownership.grid.microbatches)]
+    tasks = own + sorted(again, key=lambda task: (task[1].microbatch, task[1].stage, task))
     workers, costs = [worker for worker, _ in tasks], [cost(action) for _, action in tasks]
     before = _predecessors(tasks, len(own), ownership)
     order, length = starts(workers, costs, before)
@@ -201,10 +200,7 @@ def with_redundant_forwards(
 def _sooner(
     order: Sequence[int], tasks: Sequence[_Task], num_own: int, before: Sequence[list[int]], most: int
 ) -> list[list[int]]:
-    """Returns `before` with `most` redundant forwards of each worker behind one backward each, if their input is there.
-
-    They are the first ones in `order` behind the first backward.
-    """
+    """Returns `before` with the first `most` redundant forwards of each worker behind one backward each."""
     later = [list(each) for each in before]
     lines: dict[int, list[int]] = {}
     for number in order:
@@ -241,25 +237,15 @@ def lazy_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ())
 
 
 def overhead_floor(num_stages: int, num_microbatches: int, forward: float, backward: float) -> float:
-    """Returns the least share by which redundant forwards lengthen 1F1B, for equal stages on workers without overlap.
-
-    A worker computes for M (2F + B), and the last but one cannot begin before (P - 2) F.
-    """
+    """Returns by what share redundant forwards at least lengthen 1F1B: M (2F + B), and (P - 2) F before the last."""
     excess = (num_microbatches - 1) * forward - (num_stages - 1) * backward
     return max(0.0, excess) / ((num_microbatches + num_stages - 1) * (forward + backward))
-
-
-def _redundant(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> Iterator[_Task]:
-    for (pipeline, stage), shadow in redundant_slots(ownership, healing).items():
-        for microbatch in range(ownership.grid.microbatches):
-            yield shadow, Action(stage, Op.F, microbatch, pipeline)
 
 
 def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) -> list[list[int]]:
     """Returns for each task the numbers of the tasks that must end before it starts.
 
-    The first `num_own` tasks are the owners', in order on each worker. The other tasks are redundant, in order for each
-    slot. Their outputs are used by redundant tasks of the same worker alone.
+    The first `num_own` tasks are the owners', in order on each worker; the redundant ones are in order on each slot.
     """
     maker = {
         value: number
@@ -284,17 +270,16 @@ def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) ->
 
 # The pass that streams accumulators: every c microbatches the owner of a slot sends its accumulator to the shadows.
 #
-# The owner sends behind the backward, or its part for the weights, and behind the send of the backward's gradient. It
-# does not send behind the last backward, where the log follows. A shadow takes a stream at the first place that, in a
-# run with the usual costs, is one forward later than the send; at the latest behind all its compute actions. So the
-# shadow seldom waits, and the order is that of a valid run.
+# The owner sends behind the backward (or its part for the weights) and the send of its gradient, but not behind the
+# last backward, where the log follows. A shadow takes a stream at the first place that, in a run with the usual costs,
+# is one forward later than the send; at the latest behind all its compute actions. So the shadow seldom waits.
 #
 #     owner    1B0 1SEND_B0 1STREAM0 1F3 ...
 #     shadow            2B0          2F3 1STREAM0 ...
 #
-# No stream stands inside a pair of a forward and a backward (`schedules.py`). A shadow's forward is left out if the
-# shadow has already taken a stream of that microbatch or a later one. Only whole steps stream, not the plan of a
-# recovery. A shadow that is healing takes no stream.
+# No stream stands inside a pair (`schedules.py`). A shadow's forward is left out if it has taken a stream of that
+# microbatch or a later one. Only whole steps stream, not the plan of a recovery; a shadow that is healing takes no
+# stream.
 
 _UNDER_WAY = 1.0  # in forwards
 
@@ -312,10 +297,7 @@ def with_streams(
     log_every: int,
     healing: Collection[tuple[int, Slot]] = (),
 ) -> Mapping[int, tuple[Action, ...]]:
-    """Returns a program of compute actions and transfers with its streams; as it is where `log_every` is 0.
-
-    `healing` are the shadows, as (worker, slot), that take no stream.
-    """
+    """Returns a program with its streams, none for the `healing` (worker, slot); as it is if `log_every` is 0."""
     if log_every == 0:
         return program
     spans: dict[int, list[Span]] = {worker: [] for worker in program}
@@ -422,10 +404,9 @@ def _on(op: Op, slot: Slot) -> Action:
 #     owner    ... last backward  REDUCE_GRAD  LOG  COMMIT  STEP
 #     shadow   ...                             LOG  COMMIT  STEP
 #
-# The owner of a slot sends its state to a new shadow before the owner's first wait, so the state arrives even if other
-# workers fail later. It cannot be sooner on the first stage: the other workers wait for its first forwards. The shadow
-# receives the state behind its last SEND or UNSHARD: from there on other workers wait for it at the end of the step
-# only.
+# The owner of a slot sends its state to a new shadow before its own first wait, so it arrives even if other workers
+# fail later. The shadow receives it behind its last SEND or UNSHARD: from there on others wait for it at the end of the
+# step only.
 
 _MEETS = frozenset(op for op, row in OP_TABLE.items() if row.meets)
 _MAY_WAIT = _MEETS | {op for op, row in OP_TABLE.items() if any(term.at is Where.WIRE for term in row.needs)}
@@ -438,11 +419,7 @@ def with_end_of_step(
     held: Collection[Held] = (),
     healing: Collection[tuple[int, Slot]] = (),
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with the actions behind the backwards; `healing` are shadows that get their slot's state.
-
-    If the owner of a slot holds the reduced gradient at the start, the slot is not reduced again. The owner sends its
-    LOG to the shadows that lack it.
-    """
+    """Returns the program with its end; `healing` shadows get their state, values in `held` are not made again."""
     there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
     return {worker: with_end(worker, actions, ownership, there, healing) for worker, actions in program.items()}
 

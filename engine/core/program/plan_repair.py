@@ -8,8 +8,8 @@ fence is sent again, in front. Suppose worker 2 died, the owner of stage 2, and 
     worker 1   2F3 2SEND_F3 2B2 1B2 1RECV_F4 1F4 ...  merged: the rest of its own program, and what is left of stage 2
     worker 3   3SEND_B2  3RECV_F3 3F3 ...             as worker 0; the activations come from worker 1 now
 
-The order of a successor is that of the starts in a dry run of a whole step. So all programs are in the order of one run
-without a failure, and no worker waits in a circle. Work that is redone stands in front, because it started first.
+A successor runs in the order of the starts in a dry run of a whole step. So all programs are in the order of one run
+without a failure, and no worker waits in a circle. Work that is redone comes first, because it started first.
 
 Inventories decide here too: a worker has done what it has counted, and it is where its program has that behind it.
 `repaired` returns None where the planner has to plan the step: a worker that lost a slot while it lives, a value that
@@ -117,16 +117,11 @@ def _require(condition: object, why: str) -> None:
 
 
 def repaired(
-    base: Baseline,
-    ownership: Ownership,
-    step: int,
-    inventories: Sequence[Inventory],
-    done: Collection[Slot],
+    base: Baseline, ownership: Ownership, step: int, inventories: Sequence[Inventory], done: Collection[Slot]
 ) -> tuple[ProgramRest, ...] | None:
-    """Returns how every member goes on in `step`; None if the planner has to plan it.
+    """Returns how every member continues in `step`, without handoffs and shards; None if the planner has to plan it.
 
-    The owners of the `done` slots hold the inputs of the optimizer step. No accumulator may be handed off, and no stage
-    be in shards.
+    The owners of the `done` slots hold the inputs of the optimizer step.
     """
     try:
         return _Repair(base, ownership, step, inventories, done).rests()
@@ -135,10 +130,7 @@ def repaired(
 
 
 class RepairedProgram(Mapping[int, tuple[Action, ...]]):
-    """The programs of all members in a repair; each is put together when it is asked for.
-
-    `program` is the one that was running, and `with_end` adds the end of the step to a worker's part of it.
-    """
+    """The programs of all members in a repair, put together on demand from `program`, which was running."""
 
     def __init__(
         self,
@@ -191,12 +183,7 @@ class _Repair:
     """What a repair has found and decided, part by part."""
 
     def __init__(
-        self,
-        base: Baseline,
-        ownership: Ownership,
-        step: int,
-        inventories: Sequence[Inventory],
-        done: Collection[Slot],
+        self, base: Baseline, ownership: Ownership, step: int, inventories: Sequence[Inventory], done: Collection[Slot]
     ):
         self._base, self._ownership, self._done = base, ownership, done
         self._inventories = {
@@ -326,13 +313,14 @@ class _Repair:
 
     def rests(self) -> tuple[ProgramRest, ...]:
         """Returns how every member goes on."""
-        return tuple(map(self._rest_of, self._inventories))
-
-    def _rest_of(self, worker: int) -> ProgramRest:
-        sends = " ".join(map(str, self._sent_in_front(worker)))
-        if worker in self._lists:
-            return ProgramRest(worker, sends=sends, rewritten=" ".join(map(str, self._lists[worker])))
-        return ProgramRest(worker, self._first.get(worker, -1), self._dropped_of(worker), sends)
+        rests = []
+        for worker in self._inventories:
+            sends = " ".join(map(str, self._sent_in_front(worker)))
+            if worker in self._lists:
+                rests.append(ProgramRest(worker, sends=sends, rewritten=" ".join(map(str, self._lists[worker]))))
+            else:
+                rests.append(ProgramRest(worker, self._first.get(worker, -1), self._dropped_of(worker), sends))
+        return tuple(rests)
 
     def _sent_in_front(self, worker: int) -> list[Action]:
         return [action for _, _, action in sorted(self._again[worker])] if worker in self._again else []
@@ -414,10 +402,6 @@ class _Repair:
 
     def _receives_in_order(self, worker: int, source: int) -> bool:
         """Whether a worker that keeps its slots receives in the order in which a successor sends now."""
-        kinds = {op: kind for op, kind in _CARRIES.items() if op in RECEIVE_OPS}
-        received = [
-            action
-            for action in self._rest(worker)
-            if (kind := kinds.get(action[1])) and self._owner[action[3], action[0] - _FURTHER[kind]] == source
-        ]
+        received = [action for action in self._rest(worker) if action[1] in RECEIVE_OPS]
+        received = [each for each in received if self._owner[each[3], each[0] - _FURTHER[_CARRIES[each[1]]]] == source]
         return received == list(self._receipts(worker, (*self._sent_in_front(source), *self._lists[source])))

@@ -8,9 +8,6 @@ needs none either: the planner runs again, on new inventories.
 
     inventories -> tasks that are left -> order on each worker, replay first -> transfers -> end of the step
 
-Where the programs that were running can go on, only what the failure touched is planned (`plan_repair.py`); the plan
-that is made from scratch stays as its measure.
-
 Inventories decide, not the ownership: a replica counts if it is whole. The LOGGED values of a group of tied stages
 count only if the owners of all slots of the group hold them; else the accumulators go on from their counters.
 """
@@ -28,12 +25,11 @@ from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dependencies import carried
 from engine.core.program.dry_run import refuse_stuck
-from engine.core.program.handing import Hand, hands_in, held_after, held_with, with_hands
+from engine.core.program.handoff import Hand, Ship, held_after, held_with, with_hands
 from engine.core.program.inventory import Inventory, PlanMessage, Repair
 from engine.core.program.passes import with_end, with_end_of_step, with_transfers, with_whole_stages
 from engine.core.program.plan_repair import Baseline, RepairedProgram, repaired
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
-from engine.core.program.residuals import Ship
 from engine.core.value import WIRE, Held, Kind, Value
 
 
@@ -70,10 +66,7 @@ class PlanInput:
 
 
 def make_plan(source: PlanInput, base: Baseline | None = None) -> Plan:
-    """Returns the plan; its program cannot deadlock. Raises InvariantError if the input is impossible.
-
-    The plan is a repair of `base`, the program with which the step began, if that works, and else made from scratch.
-    """
+    """Returns the plan, a repair of `base` if possible; it cannot deadlock. Raises InvariantError for bad input."""
     ownership, step = source.ownership, source.committed + 1
     if base is not None and (repair := repair_of(source, base)) is not None:
         return plan_of(repair, base.program, ownership, step)
@@ -86,8 +79,20 @@ def repair_of(source: PlanInput, base: Baseline) -> Repair | None:
 
     Raises InvariantError if the input is impossible, ScheduleError if a successor would wait for itself.
     """
-    (adopted, lost), done = adopted_and_lost(source), _done(source)
-    return None if lost or source.ships or _hands(source, done) else _repaired(source, base, adopted, done)
+    (adopted, lost), done, ownership = adopted_and_lost(source), _done(source), source.ownership
+    if lost or source.ships or _hands(source, done):
+        return None
+    rests = repaired(base, ownership, source.committed + 1, source.inventories, done)
+    if rests is None:
+        return None
+    program = RepairedProgram(rests, base.program, lambda worker, actions: actions)
+    held = {inventory.worker: inventory for inventory in source.inventories}
+    for rest in rests:
+        if rest.rewritten is not None:
+            actions = program[rest.worker]
+            taken = ((WIRE, carried(action)) for action in actions if action.op in RECEIVE_OPS)
+            refuse_stuck({rest.worker: actions}, ownership, (*_held_by(held[rest.worker], source), *taken))
+    return Repair(rests, adopted, tuple(sorted(done)), _logged(source, done), tuple(sorted(healing_in(source))))
 
 
 def adopted_and_lost(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
@@ -104,7 +109,7 @@ def adopted_and_lost(source: PlanInput) -> tuple[tuple[Slot, ...], tuple[int, ..
 def replanned(source: PlanInput, adopted: tuple[Slot, ...]) -> Plan:
     """Returns the plan made from scratch, from what workers hold alone; its program has passed a dry run."""
     ownership, step, done = source.ownership, source.committed + 1, _done(source)
-    hands, held = _hands(source, done), tuple(_held(source, done))
+    hands, held = _hands(source, done), held_at_start(source)
     there = held_with(source.ships, held_after(held, hands), ownership)
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
@@ -125,21 +130,6 @@ def plan_of(repair: Repair, program: Program, ownership: Ownership, step: int, c
     end = partial(with_end, ownership=ownership, there=there, healing=frozenset(repair.healing))
     plan = Plan(step, RepairedProgram(repair.rests, program, end), repair.adopted, (), "", repair)
     return _digested(plan, (change or repr((ownership, repair)),))
-
-
-def _repaired(source: PlanInput, base: Baseline, adopted: tuple[Slot, ...], done: frozenset[Slot]) -> Repair | None:
-    ownership = source.ownership
-    rests = repaired(base, ownership, source.committed + 1, source.inventories, done)
-    if rests is None:
-        return None
-    program = RepairedProgram(rests, base.program, lambda worker, actions: actions)
-    held = {inventory.worker: inventory for inventory in source.inventories}
-    for rest in rests:
-        if rest.rewritten is not None:
-            actions = program[rest.worker]
-            taken = ((WIRE, carried(action)) for action in actions if action.op in RECEIVE_OPS)
-            refuse_stuck({rest.worker: actions}, ownership, (*_held_by(held[rest.worker], source), *taken))
-    return Repair(rests, adopted, tuple(sorted(done)), _logged(source, done), tuple(sorted(healing_in(source))))
 
 
 def refuse_impossible(source: PlanInput) -> None:
@@ -166,7 +156,21 @@ def refuse_impossible(source: PlanInput) -> None:
 
 
 def _hands(source: PlanInput, done: Collection[Slot]) -> tuple[Hand, ...]:
-    return hands_in(source.ownership, source.committed + 1, source.inventories, done)
+    """Returns the accumulators to hand off, by slot; none for slots that are `done`."""
+    ownership = source.ownership
+    most: dict[Slot, tuple[int, int]] = {}  # backwards added, and the worker, negated: the lowest of several
+    owned: dict[Slot, int] = {}
+    for held in source.inventories:
+        for slot, added in held.added.items() if held.step == source.committed + 1 else ():
+            if slot in held.whole:
+                most[slot] = max(most.get(slot, (0, 0)), (added, -held.worker))
+                if ownership.owner(*slot) == held.worker:
+                    owned[slot] = added
+    return tuple(
+        Hand(-giver, ownership.owner(*slot), slot, added)
+        for slot, (added, giver) in sorted(most.items())
+        if slot not in done and added > owned.get(slot, 0)
+    )
 
 
 def _done(source: PlanInput) -> frozenset[Slot]:
@@ -203,15 +207,11 @@ def healing_in(source: PlanInput) -> frozenset[tuple[int, Slot]]:
 
 def held_at_start(source: PlanInput) -> tuple[Held, ...]:
     """Returns the values that workers hold when the plan begins; of a counter the last index only."""
-    return tuple(_held(source, _done(source)))
-
-
-def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
-    for inventory in source.inventories:
-        yield from _held_by(inventory, source)
-    yield from _ends(source.ownership, sorted(done), _logged(source, done))
-    for hand in _hands(source, done):
-        yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
+    done = _done(source)
+    values = [held for inventory in source.inventories for held in _held_by(inventory, source)]
+    values += _ends(source.ownership, sorted(done), _logged(source, done))
+    values += [(hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)) for hand in _hands(source, done)]
+    return tuple(values)
 
 
 def _logged(source: PlanInput, done: Collection[Slot]) -> tuple[tuple[int, Slot], ...]:

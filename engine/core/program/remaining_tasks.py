@@ -38,8 +38,7 @@ _Makers = Sequence[Action | None]  # by index of the value; None if the value is
 def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collection[Slot] = ()) -> Tasks:
     """Returns the compute actions that are left, each with the ones that make a value that it needs.
 
-    `done` are the slots whose owner holds the inputs of the optimizer step. For a counter `held` has the last index
-    only. Each action belongs to the owner of its slot.
+    The owners of `done` slots hold the inputs of the optimizer step. Of a counter, `held` has the last index only.
     """
     makers = _MakersOfValues(ownership, held, done)
     lines: dict[tuple[int, Op, int, int], list[tuple[_Makers, int]]] = {}  # the first microbatch may need fewer values
@@ -112,10 +111,10 @@ class _MakersOfValues(dict[tuple[Kind, int, int], _Makers]):
 #
 # The forwards of a slot run in microbatch order, and so do its backwards. A forward of microbatch m waits for the
 # backward of m - w, so a slot keeps the residuals of w microbatches. This cannot deadlock: a microbatch waits for
-# itself and for earlier ones only. The window w counts runs, from the slot to the end of its pipeline; a run is the
-# consecutive slots of one owner. So equal runs take the time of 1F1B with one slot each, and keep as much. A run that
-# is twice as long as another one would wait while the pipeline fills. So there windows are one more, up to the number
-# of shortest runs that the slots to the end would make.
+# itself and for earlier ones only. The window w counts runs, the consecutive slots of one owner, from the slot to the
+# end of its pipeline: equal runs take the time of 1F1B with one slot each, and keep as much. A run that is twice as
+# long as another would wait while the pipeline fills, so there windows are one more, up to the number of shortest runs
+# that the slots to the end would make.
 #
 # Slices make the window longer by all but one of them: the backward of the last slice of a microbatch comes first.
 #
@@ -138,10 +137,7 @@ def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:
 def list_schedule(
     tasks: Tasks, ownership: Ownership, first: Collection[Action] = frozenset()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the tasks of each owner in order; `tasks` gives for each the tasks that make what it needs.
-
-    A ready task of `first` comes before a ready task outside it.
-    """
+    """Returns the tasks of each owner in order, ready ones of `first` first; `tasks` has the predecessors of each."""
     order = sorted(tasks, key=lambda action: (action not in first, _priority(action)))
     owners = {slot: ownership.owner(*slot) for slot in ownership.grid.slots()}
     workers = [owners[pipeline, stage] for stage, _, _, pipeline in order]
@@ -174,7 +170,6 @@ def in_flight(ownership: Ownership) -> dict[Slot, int]:
 
 
 def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -> list[list[int]]:
-    """Returns for each task the numbers of the tasks that must end before it starts."""
     number_of = {action: number for number, action in enumerate(order)}
     before = [[number_of[each] for each in tasks[action]] for action in order]
     forwards: dict[Slot, list[int]] = {}
@@ -214,10 +209,7 @@ def _keep_states(
 def starts(
     workers: Sequence[int], costs: Sequence[float], predecessors: Sequence[Collection[int]]
 ) -> tuple[list[int], float]:
-    """Returns the tasks in the order of their starts, and the time at which the last one ends.
-
-    A free worker takes its ready task with the lowest number.
-    """
+    """Returns the tasks by start, and when the last one ends; a free worker takes its lowest ready task."""
     successors: list[list[int]] = [[] for _ in workers]
     missing = list(map(len, predecessors))
     for number, numbers in enumerate(predecessors):
@@ -277,9 +269,8 @@ def replayed(actions: Iterable[Action], done: Iterable[Action]) -> list[Action]:
 def shown_by(held: Iterable[Held]) -> Iterator[Action]:
     """Yields the actions that some worker must have run, by the values that workers hold.
 
-    An activation shows its forward, and so does the counter of the next stage. A gradient shows its backward, and so
-    does the counter of the stage before. A backward shows its forward. The gradient of stage 0 is never used; there the
-    gradient of stage 1 stands in for it.
+    An activation, or the next stage's counter, shows a forward; a gradient, or the counter of the stage before, a
+    backward and its forward. The gradient of stage 0 is never used; that of stage 1 stands in for it.
     """
     for _, (kind, pipeline, stage, index) in held:
         if kind is Kind.ACTIVATION:

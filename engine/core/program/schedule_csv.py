@@ -42,12 +42,8 @@ def rows_to_csv(rows: Iterable[Sequence[Action]], is_pair: IsPair | None = None)
     return text.getvalue()
 
 
-def rows_from_csv(text: str) -> list[tuple[Action, ...]]:
-    """Returns the actions of each row; raises ScheduleError with worker and position."""
-    return [tuple(action for _, action in row) for row in _placed_rows(text)]
-
-
-def _placed_rows(text: str) -> list[list[tuple[int, Action]]]:
+def placed_rows(text: str) -> list[list[tuple[int, Action]]]:
+    """Returns the actions of each row with their positions; raises ScheduleError with worker and position."""
     rows: list[list[tuple[int, Action]]] = []
     try:
         for worker, row in enumerate(csv.reader(StringIO(text))):
@@ -59,7 +55,7 @@ def _placed_rows(text: str) -> list[list[tuple[int, Action]]]:
 
 def lists_from_csv(text: str) -> ComputeLists:
     """Returns the compute lists that `text` holds, microbatches in order; raises ScheduleError."""
-    rows = _placed_rows(text)
+    rows = placed_rows(text)
     for worker, row in enumerate(rows):
         for position, action in row:
             if action.op not in _TAKEN or action.pipeline:
@@ -81,18 +77,15 @@ def _with_parts(row: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
-    """Returns the position of the cell with the nth (from 0) `action` in the row of a worker.
-
-    Returns -1 for an action that has no cell, such as a transfer that a pass has added.
-    """
-    cells = [cell for cell, each in _placed_rows(text)[worker] if each.op is not Op.REDUCE_GRAD]
+    """Returns the position of the cell with a worker's nth `action`, from 0; -1 if it has none, like a SEND."""
+    cells = [cell for cell, each in placed_rows(text)[worker] if each.op is not Op.REDUCE_GRAD]
     places = [cell for cell, each in zip(cells, lists_from_csv(text)[worker], strict=True) if each == action]
     return places[nth] if nth < len(places) else -1
 
 
 def named_pairs(text: str) -> Iterator[tuple[int, int, Action, Action]]:
     """Yields worker, position and the two actions of each overlap pair in compute lists as CSV."""
-    for worker, (row, line) in enumerate(zip(_placed_rows(text), lists_from_csv(text), strict=True)):
+    for worker, (row, line) in enumerate(zip(placed_rows(text), lists_from_csv(text), strict=True)):
         cells = [cell for cell, each in row if each.op is not Op.REDUCE_GRAD]
         for place, (first, second) in enumerate(pairwise(line)):
             if cells[place] == cells[place + 1]:

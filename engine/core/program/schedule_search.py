@@ -34,10 +34,9 @@ _CLOSE = 1.001  # times what is possible at best: good enough
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What actions take, in one unit of time: of a forward, of the backward's two parts (by stage), of a transfer.
+    """What actions take, in one unit of time: a forward, the backward's two parts (by stage), a transfer.
 
-    `transfer` has the time from each stage to the next one, which is one item less. A copy of a residual to the host
-    takes `copy_time` forwards; None if that is not known.
+    `transfer` has the time from each stage to the next. A copy of a residual to the host takes `copy_time` forwards.
     """
 
     forward: tuple[float, ...]
@@ -77,10 +76,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The step of one schedule: its length, and the most microbatches of all its layers that a worker stashes.
-
-    `offloaded` is how many stay with `--offload host` on a link with the copy time of the profile.
-    """
+    """The step of one schedule: its length, and the most microbatches stashed by a worker, also with offload."""
 
     schedule: str
     placement: Placement
@@ -114,8 +110,7 @@ def searched(
 ) -> SearchResult:
     """Returns the shortest schedule in which a worker stashes at most `memory` microbatches of its layers (>= 1).
 
-    Without `memory` the hungriest named schedule sets the limit. Those that take V stages per worker are tried. `steps`
-    is how many actions the lists that are tried have together.
+    By default the hungriest named schedule is the limit; the lists that are tried have `steps` actions together.
     """
     num_workers = stages // stages_per_worker
     fitting = {
@@ -246,7 +241,6 @@ class _Greedy:
         return (last(ready) if op is Op.F else max(ready)) if ready else None, wait
 
     def _has_room(self, worker: int, stage: int) -> bool:
-        """Returns whether a forward leaves room for its microbatch on each later stage of the worker."""
         own = self._stages[worker]
         forwards, inputs, weights = (sum(self._num[op][local] for local in own) for op in (Op.F, Op.I, Op.W))
         wanted = 1 + self._later[stage]
@@ -343,10 +337,7 @@ class _Timeline:
         return all(len(ends) == len(line) for ends, line in zip(self.ends, self.lists, strict=True))
 
     def exchanges(self) -> list[tuple[int, int]]:
-        """Returns the places (worker, position of the second) that may shorten a longest path when exchanged.
-
-        They are the first and the last two actions of each stretch of the path on one worker.
-        """
+        """Returns the places (worker, second position) at the ends of each stretch of the longest path by worker."""
         worker = max(range(len(self.ends)), key=lambda last: self.ends[last][-1])
         position, last, pairs = len(self.ends[worker]) - 1, len(self.ends[worker]) - 1, set[tuple[int, int]]()
         while position >= 0:
@@ -363,7 +354,7 @@ def _exchanged(best: _Timeline, needs: _Needs, shape: Shape, profile: Profile, s
     now, rounds, enough = best, steps // sum(map(len, best.lists)), _least(shape, profile) * _CLOSE
     heat = max(profile.forward + profile.for_input + profile.for_weights)
     for turn in range(rounds):
-        pairs = [pair for pair in now.exchanges() if _may_change(now.lists, *pair)]
+        pairs = [pair for pair in now.exchanges() if _may_change(*now.lists[pair[0]][pair[1] - 1 : pair[1] + 1])]
         if not pairs or best.length <= enough:
             break
         key = random_key(0, "exchange", turn)
@@ -394,8 +385,7 @@ def _least(shape: Shape, profile: Profile) -> float:
     )
 
 
-def _may_change(lists: ComputeLists, worker: int, second: int) -> bool:
-    first, other = lists[worker][second - 1 : second + 1]
+def _may_change(first: Action, other: Action) -> bool:
     return first.stage != other.stage or (first.microbatch != other.microbatch and _KIND[first.op] != _KIND[other.op])
 
 

@@ -25,10 +25,7 @@ Generator = Callable[[int, int, int, int], ComputeList]  # (worker w, workers P,
 
 
 def in_blocks(line: ComputeList, blocks: int) -> ComputeList:
-    """Returns a list with each action of a stage as that of its blocks: forwards in their order, others backwards.
-
-    A worker's actions take as long as before and in the same order, so time and residuals are those of `line`.
-    """
+    """Returns a list with each action of a stage as those of its blocks, backwards in reverse; its time is the same."""
     if blocks == 1:
         return line
     return in_runs(line, lambda action: range(action.stage * blocks, (action.stage + 1) * blocks))
@@ -51,12 +48,8 @@ def in_slices(line: ComputeList, slices: int) -> ComputeList:
     """
     later = slices - 1
     most = max((action.microbatch for action in line), default=0) - later
-    moved = (action if action.op in FORWARD_OPS else _later(action, -later) for action in line)
+    moved = (each if each.op in FORWARD_OPS else each._replace(microbatch=each.microbatch - later) for each in line)
     return tuple(action for action in moved if 0 <= action.microbatch <= most) if later else line
-
-
-def _later(action: Action, more: int) -> Action:
-    return action._replace(microbatch=action.microbatch + more)
 
 
 class WorkerList:
@@ -116,10 +109,7 @@ def one_f_one_b(worker: int, num_workers: int, stages_per_worker: int, num_micro
 
 
 def eager_one_f_one_b(worker: int, num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeList:
-    """Returns eager 1F1B: stage s holds at most 2 (P - s) - 1 residuals (Zhuang et al., MLSys 2023, section 4).
-
-    That is one more than 1F1B for each hop from the stage to the last one: the microbatches that are under way.
-    """
+    """Returns eager 1F1B: stage s holds at most 2 (P - s) - 1 residuals (Zhuang et al., MLSys 2023, section 4)."""
     ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
     return _warm_up_then_pairs(worker, 2 * (num_workers - worker - 1), num_microbatches)
 
@@ -374,10 +364,7 @@ def of_kind(kind: Overlap) -> IsPair:
 
 
 def with_pairs_together(program: Mapping[int, tuple[Action, ...]], is_pair: IsPair) -> dict[int, tuple[Action, ...]]:
-    """Returns a program in which no transfer stands between the two actions of a pair.
-
-    A worker then waits for the inputs of both before it runs the first. Only schedules made for overlap profit.
-    """
+    """Returns a program in which no transfer stands between the two actions of a pair."""
     return {worker: _together(actions, is_pair) for worker, actions in program.items()}
 
 

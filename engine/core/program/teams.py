@@ -12,10 +12,7 @@ from engine.core.program.schedules import SCHEDULES, ComputeList, Schedule, in_r
 
 
 def is_in_list_order(schedule: str, grid: Grid) -> bool:
-    """Returns whether the list scheduler orders the steps of unequal stages: of 1F1B and its kin, and of a CSV.
-
-    With shards it is not wanted: it has all stages of a worker unsharded for the whole step.
-    """
+    """Returns whether the list scheduler orders unequal stages: those of 1F1B and its kin, and of CSV; not shards."""
     return schedule not in SCHEDULES or (SCHEDULES[schedule].in_list_order and not grid.fsdp)
 
 

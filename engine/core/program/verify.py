@@ -64,8 +64,8 @@ def expected_actions(
 ) -> ExpectedActions:
     """Returns the actions that a whole step must have or, if `held` is given, the rest of a step.
 
-    A slot has its backwards whole, or in both parts if the owner has one of them. The program chooses the streams: a
-    stream that the owner sends must be taken by all shadows. Transfers are expected in a whole step only.
+    A slot has its backwards whole, or in parts if the owner has one. Every shadow takes a stream that the owner sends.
+    Transfers are expected in a whole step only.
     """
     there = frozenset(held or ())
     whole: dict[int, Mine] = {worker: {} for worker in ownership.workers()}

@@ -182,10 +182,7 @@ def _stopped_early(state: CoordinatorState) -> Outputs:
 
 
 def first_not_finite(ballot: Ballot) -> int | None:
-    """Returns the layer in which the backward first met a gradient that is not finite: the last of those layers.
-
-    None if every layer's own norm is finite, and only their sum is not.
-    """
+    """Returns the layer whose gradient was first not finite in the backward; None if only the sum of norms is not."""
     return max((layer for layer, norm in layer_norms(ballot) if not math.isfinite(norm)), default=None)
 
 
@@ -314,15 +311,11 @@ RULES: dict[type[Message], MessageRule] = {
 
 # Leaving: the way out of each worker that has given notice, said at once, and carried out when its time comes.
 #
-# Rule: the ways are looked at with each notice and at each tick of the clock. Inside a step a worker hands over only
-# while training runs; else the next tick looks again.
+# Rule: they are checked with each notice and each tick. Inside a step a worker hands over only while training runs.
 
 
 def report_irreplaceable(state: CoordinatorState) -> Decided:
-    """Returns the state with the leaving workers that no other worker can replace, and reports each once.
-
-    One that can be replaced again, because another worker waits, is looked at as any other.
-    """
+    """Returns the state with the leaving workers that no other worker can replace, and reports each once."""
     staying: dict[int, str] = {}
     outputs: Outputs = ()
     for worker, stages in unable_to_leave(state.membership).items():
@@ -376,8 +369,6 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
     return state._replace(ways={**state.ways, worker: way}), (Write(record), Note(f"worker {worker} {text}"))
 
 
-# The machine of the coordinator: `step(state, input) -> (state, outputs)`, a pure function given by two tables.
-#
 #     dead worker      coordinator                            other workers
 #     exits ---------> verdict, written to the store
 #                      EpochMessage ----------------------->  leave every wait and freeze
@@ -389,9 +380,9 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
 #                      <------------------------ VoteMessage  every replica is ready for the optimizer
 #                      CommitMessage ---------------------->  run the optimizer
 #
-# Rules: the driver writes a state for which `is_to_be_kept` holds to the store, by compare-and-swap on the state
-# before, and then carries out the outputs. A message of a worker that is out is ignored: the worker may not know yet
-# that it is out. Messages without a rule are no matter of the coordinator.
+# Rules: the driver writes a state for which `is_to_be_kept` holds to the store, by compare-and-swap on the one before,
+# and then carries out the outputs. Messages of an evicted worker are ignored: it may not know yet. Messages without a
+# rule do not concern the coordinator.
 
 
 def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
@@ -405,10 +396,7 @@ def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
 def is_to_be_kept(
     old: CoordinatorState, new: CoordinatorState, given: CoordinatorInput, outputs: tuple[CoordinatorOutput, ...]
 ) -> bool:
-    """Returns whether the new state must be in the store before the outputs are carried out.
-
-    An answer that has no effect is not kept: the next coordinator asks again.
-    """
+    """Returns whether the new state must be stored before its outputs are carried out; not for a mere answer."""
     if new.monitors is not old.monitors and new.monitors != old.monitors:
         return True  # the workers go on, and no later validation would tell the same
     if new.membership is old.membership or new.membership.decided() == old.membership.decided():
@@ -461,10 +449,7 @@ def _passes(state: CoordinatorState, passed: ClockTick) -> Decided:
 
 
 def _takes_over(state: CoordinatorState, taken: Takeover) -> Decided:
-    """Writes the last commit again: its record may be missing. The coming epoch tells it to the workers again.
-
-    The user of this host has not heard of deadly hosts.
-    """
+    """Writes the last commit again, as its record may be missing, and warns this host's user of deadly hosts."""
     new, outputs = decide(state, taken)
     warning = [Note(state.deadly)] if state.deadly else []
     record = [Write(commit_record(state))] if state.commit else []
@@ -486,10 +471,9 @@ def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
 
 
 def _stops(state: CoordinatorState, stopping: RunStopping) -> Decided:
-    """Tells all workers to stop, after they have written the last step that this run has committed, if that is kept.
+    """Tells all workers to stop, and owners to write the last step that this run has committed, if that is kept.
 
-    Owners write it, and the heirs of those that may go after their last words: their ends may not have been seen. A
-    checkpoint of it that was ordered before is only waited for.
+    Heirs of workers that may go after their last words write too. A checkpoint ordered before is only waited for.
     """
     known = state.membership
     is_kept = state.keeping.last or state.kept == known.committed

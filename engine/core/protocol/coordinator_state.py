@@ -14,19 +14,50 @@ from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes
 from engine.core.job.torch_parts import PLATEAU
 from engine.core.job.update_rules import monitor_rules
-from engine.core.messages import CommitMessage, EpochMessage, NextGroupFormedMessage, NextGroupMessage
+from engine.core.messages import (
+    BorderMessage,
+    BorderSpecs,
+    CommitMessage,
+    EpochMessage,
+    NextGroupFormedMessage,
+    NextGroupMessage,
+)
 from engine.core.monitors import NO_MONITORS, MonitorRules, Monitors, needs_validations
 from engine.core.ownership import Ownership, healed
 from engine.core.program.ballot import Ballot, Commit
 from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import state as membership_state
-from engine.core.protocol.borders import Borders
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Place, Write
 from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.state import Options, Phase, State
 from engine.core.protocol.verdicts import NO_MORE, deadly_hosts, deadly_in_words
 from engine.core.protocol.worker_times import MoveCosts
 from engine.core.units import parse_duration
+
+# The borders between the stages, as the coordinator learns them: what each stage returns for the border before it.
+#
+# Rules: owners try all stages at once behind the border of the first one, which is the true one before most stages of
+# most models. A result behind a wrong border does not count: the owner learns the true one and tries again.
+#
+#     stage 0    its data -> A    told to all owners
+#     stage 1    A -> A           true, as the border before it is A
+#     stage 2    A -> B           true
+#     stage 3    A -> A           the border before it is B, which its owner is told: B -> B
+
+
+class Borders(NamedTuple):
+    """The borders that are known, those behind the first stages; `learnt` has the last word about each stage."""
+
+    known: tuple[BorderSpecs, ...] = ()
+    learnt: Mapping[int, BorderMessage] = {}
+
+    def learn(self, border: BorderMessage) -> Borders:
+        """Returns the borders after a word of an owner."""
+        known, learnt = self.known, {**self.learnt, border.stage: border}
+        while (following := learnt.get(len(known))) is not None and following.before == known[-1:]:
+            known = (*known, following.behind)
+        return Borders(known, learnt)
+
 
 # The group of a coming epoch, which members and joiners form while training continues.
 #
@@ -35,10 +66,10 @@ from engine.core.units import parse_duration
 #     <------------ NextGroupFormedMessage
 #     then the epoch is prepared as any other, and the workers enter the group with it
 #
-# Rules: no member waits for a joiner: until all have answered, steps are committed as ever. An attempt is given up when
-# an epoch comes first, when other workers are to join, or when one of them fails. After a failure the next one begins
-# with the next commit, three for the same workers at most; then the joiners wait for an epoch that forms its own group.
-# Another coordinator makes such an epoch first, so the numbers of an epoch are those of one coordinator.
+# Rules: no member waits for a joiner: steps are committed until all have answered. An attempt is given up when an epoch
+# comes first, other workers want to join, or one of them fails. After a failure the next attempt begins with the next
+# commit, at most three for the same workers; then the joiners wait for an epoch that forms its own group. A new
+# coordinator makes such an epoch first, so the numbers of an epoch are those of one coordinator.
 
 
 _MOST_FAILURES = 3
@@ -103,8 +134,6 @@ def _wanted(state: State) -> tuple[int, ...]:
     return tuple(sorted((*state.members, *joiners)))
 
 
-# The state of the coordinator: one immutable value; what another coordinator needs of it is kept in the store.
-#
 # Rules: `documents` are the values of keys in the store, and `resume` makes a state of them. The ballot and the
 # preparation are not kept: a coordinator that takes over begins an epoch, and in a new epoch all votes come again.
 
@@ -116,10 +145,7 @@ READERS = ("epoch", "status", "reconfigured", "verdicts", "plan", "members/", "h
 
 
 class RaisedException(NamedTuple):
-    """An exception of a worker: the open step, its `WorkerException.kind`, and words that follow "worker N".
-
-    `of_gpu` has the slots that the worker owned if its GPU had failed, else None.
-    """
+    """An exception: open step, kind, words behind "worker N", and the worker's slots if its GPU had failed."""
 
     step: int
     kind: str
@@ -194,8 +220,8 @@ class CoordinatorState(NamedTuple):
 def begin(job: Job, membership: State, now_ns: int, before: Monitors = NO_MONITORS) -> CoordinatorState:
     """Returns the first state of a coordinator, with the first state of the membership protocol.
 
-    The last step of a checkpoint, which had the monitors `before`, counts as told: every worker begins after it. It
-    counts as validated too, unless a figure of its validation is needed.
+    The last step of a checkpoint, which had the monitors `before`, counts as sent, and as validated unless it is
+    needed.
     """
     begun, rules = membership.committed, monitor_rules(job)
     told = CommitMessage(begun, 1.0, "step") if begun >= 0 else None
@@ -218,17 +244,11 @@ def commit_message(commit: Commit, then: Literal["step", "end", "epoch"], *, kee
 
 
 def first_state(
-    job: Job,
-    ownership: Ownership,
-    at_ns: int,
-    begun: int = -1,
-    later_ns: int = 0,
-    before: Monitors = NO_MONITORS,
+    job: Job, ownership: Ownership, at_ns: int, begun: int = -1, later_ns: int = 0, before: Monitors = NO_MONITORS
 ) -> CoordinatorState:
-    """Returns the state of the coordinator of a job before a worker has joined.
+    """Returns the coordinator's state before a worker joins; exits may be seen `later_ns` later than on one host.
 
-    `begun` is the step of a checkpoint, which had the monitors `before`. The end of a process may be seen `later_ns`
-    later than on one host.
+    `begun` is the step of a checkpoint, which had the monitors `before`.
     """
     # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000

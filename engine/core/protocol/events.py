@@ -19,9 +19,9 @@ RecoveryPhase = Literal["detect", "agree", "fence", "regroup", "inventory", "pla
 
 # The evidence on a worker from outside: the kernel's accounts of its process, and its line of the board.
 #
-# Rules: evidence needs no answer of the worker, so it also tells of a process in which one thread holds Python's lock.
-# A worker loads data in its main thread, or ahead in another one; neither is a reason to put it out. Time without looks
-# is no evidence: each process that looks at workers leaves it out.
+# Rules: evidence needs no answer of the worker, so it also covers a process in which one thread holds Python's lock. A
+# worker loads data in its main thread, or ahead in another one; neither is a reason to evict it. Time without looks is
+# no evidence.
 
 
 _STOPPED = ("T", "t")
@@ -58,10 +58,7 @@ class Sight(NamedTuple):
 
 
 class HostWord(NamedTuple):
-    """What the agent of another host tells of a worker: how long ago it spoke, as that agent saw it.
-
-    `heartbeat` is the last one that was not told yet.
-    """
+    """What another host's agent reports of a worker: the age of its last message there, and its latest heartbeat."""
 
     age_ns: int
     heartbeat: HeartbeatMessage | None = None
@@ -130,10 +127,7 @@ class WorkerWord(Event, Generic[Said]):
 
 @dataclass(frozen=True, slots=True)
 class ExitSeen(Event):
-    """An agent saw the end of the process of `worker`; a negative `code` is the number of a signal.
-
-    `raised` is the exception that ended it, as words that follow "worker N", or empty.
-    """
+    """The process of `worker` has ended, by a signal if `code` is negative; `raised` follows the words "worker N"."""
 
     worker: int
     code: int
@@ -151,10 +145,9 @@ class LeaseExpired(Event):
 class StepCommitted(Event):
     """The ballot is complete: every owner and shadow has voted for `step`.
 
-    `shadows` are the shadows of each slot with a whole replica, in the order of succession; empty if unchanged. With
-    `waits`, hand-overs and departures wait for the next commit, so that the next epoch can be prepared meanwhile. With
-    this commit the waiting workers in `joins` become members: their group is formed. The `patient` workers leave, and
-    have time to keep their slots until the wanted owners hold whole replicas.
+    `shadows` of each slot have whole replicas, in the order of succession; empty if unchanged. With `waits`, hand-overs
+    and departures wait for the next commit, to prepare an epoch. The waiting workers in `joins` become members; the
+    `patient` ones keep their slots until the wanted owners hold whole replicas.
     """
 
     epoch: int
@@ -204,10 +197,7 @@ class WantedOwners(Event):
 
 @dataclass(frozen=True, slots=True)
 class WantedSchedule(Event):
-    """From the next step boundary on this schedule is wanted, because of `why`, in words; empty: the job's own.
-
-    `owners` are those that its placement needs; empty if no slot has to move for it.
-    """
+    """From the next boundary on this schedule is wanted, with these `owners` if slots move; empty: the job's own."""
 
     schedule: str
     why: str
@@ -216,10 +206,7 @@ class WantedSchedule(Event):
 
 @dataclass(frozen=True, slots=True)
 class MemoryShortage(Event):
-    """From now on the memory of these workers, which are no members, does not suffice for one slot: they must wait.
-
-    `workers` has the reason of each, in words that follow "worker N"; any other worker may join.
-    """
+    """From now on these workers, which are no members, lack memory for one slot and must wait; others may join."""
 
     workers: Mapping[int, str]
 
@@ -228,8 +215,8 @@ class MemoryShortage(Event):
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers.
 
-    From the hosts of the `unseen` workers no sign of life has come for a while. `words` are what other hosts tell,
-    `round_trip_ns` the worst one to them lately.
+    The hosts of `unseen` workers have been silent for a while. `words` are those of other hosts, `round_trip_ns` is the
+    worst one to them lately.
     """
 
     sights: Mapping[int, Sight] = field(default_factory=dict)
@@ -240,19 +227,13 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class Takeover(Event):
-    """A new coordinator goes on from the written state; the words that only its predecessor knew are lost.
-
-    Its predecessor may be lost with its host, `lost`, and the workers there; empty if only the process has ended.
-    """
+    """A new coordinator continues from the stored state; its predecessor's host is `lost`, or empty: its process."""
 
     lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRestart(Event):
-    """All workers of the job have ended and were started again; no message of the ended ones comes any more.
-
-    `shadows` are the new shadows of each slot, as the workers may stand on other hosts now; empty if unchanged.
-    """
+    """All workers have ended and were started again; `shadows` are the new ones of each slot, empty if unchanged."""
 
     shadows: tuple[tuple[int, ...], ...] = ()

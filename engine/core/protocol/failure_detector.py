@@ -7,10 +7,10 @@
     silent, and it runs (a thread holds Python's lock)                    out after five times that
     it loads data                                                         never out, unless it is stopped
 
-Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator judges by time that
-it has watched: time in which it slept, and all before it took over, does not count. A worker from whose host nothing
-comes is not judged either: the loss of a host is one verdict. The silence of a worker on another host is what its agent
-there has seen: between two signs it does not grow.
+Rules: a waiting worker never hangs, because one stopped worker makes all others wait. Only time that the coordinator
+has watched counts, not time in which it slept or before it took over. A worker on a silent host is not judged: the loss
+of a host is one verdict. For a worker on another host the silence is what its agent there has seen; between two signs
+of life it does not grow.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _silence_allowed_ns(seen: Sighting, options: Options, now_ns: int) -> float:
 
 def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
     """Returns the words on a worker that hangs, else an empty text."""
-    evidence, slowest_ns, where = seen.evidence, seen.known_slowest_ns, _where(seen)
+    evidence, slowest_ns = seen.evidence, seen.known_slowest_ns
+    where = f" in a kernel of {seen.device}" if seen.device else ""
     if not seen.is_inside or seen.loading is Loading.MAIN or (evidence is not None and evidence.is_stopped):
         return ""
     # A thread that loads data may hold Python's lock: then no time passes for the main thread.
@@ -134,11 +135,6 @@ def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
     return f"hangs{where} for {_seconds(inside_ns)} (limit {_seconds(limit_ns)})" if inside_ns > limit_ns else ""
 
 
-def _where(seen: Sighting) -> str:
-    """Returns the place of a hang that is not the worker's process, in words."""
-    return f" in a kernel of {seen.device}" if seen.device else ""
-
-
 def dark(state: State, now_ns: int) -> tuple[Edge, ...]:
     """Returns the dark edges if all members wait, have answered the last pings, and none loads data or is stopped."""
     reports: dict[int, Report | None] = {}
@@ -153,10 +149,7 @@ def dark(state: State, now_ns: int) -> tuple[Edge, ...]:
 
 
 def ticked(state: State, now_ns: int, unseen: Collection[int] = ()) -> State:
-    """Returns the state after a tick; all times are later by the time that the coordinator has not watched.
-
-    The deadlines of `unseen` workers, for which the others may wait, start again.
-    """
+    """Returns the state after a tick, without the time not watched; deadlines of `unseen` workers start again."""
     late_ns = unwatched_ns(state.ticked_ns, now_ns)
     state = _later(state, late_ns, now_ns) if late_ns else state
     again = {

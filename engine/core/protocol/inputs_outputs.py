@@ -49,9 +49,8 @@ class ProcessExit(NamedTuple):
 class ClockTick(NamedTuple):
     """Time has passed; `places` and `sights` are those of the workers, as far as they are known.
 
-    Of the `unseen` workers, which are on other hosts, no sign of life has come for a while. `words` are those of the
-    agents there on their workers: one decision takes the heartbeats of all hosts. `round_trip_ns` is the worst one to
-    them lately.
+    The hosts of `unseen` workers have been silent for a while; `words` are from other hosts' agents, with all
+    heartbeats, and `round_trip_ns` is the worst one to them lately.
     """
 
     now_ns: int
@@ -185,10 +184,7 @@ CoordinatorOutput = (
 
 
 def recorded_first(outputs: Iterable[CoordinatorOutput]) -> list[CoordinatorOutput]:
-    """Returns outputs with the record of a commit before all others: each host hears of a commit before its workers do.
-
-    So a vote of a host's worker proves that the host has heard of all steps before, and its results can go on.
-    """
+    """Returns outputs with the record of a commit in front: a worker's vote then proves that its host knows it."""
     return sorted(
         outputs, key=lambda output: not (isinstance(output, Write) and isinstance(output.record, CommitRecord))
     )

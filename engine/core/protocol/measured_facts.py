@@ -13,10 +13,7 @@ UNIT_FORWARD, UNIT_BACKWARD = 1.0, 2.0
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFacts:
-    """The facts that are known; without seconds each stage costs one unit forward and two backward.
-
-    Tuples have one entry per stage, because the slots of a stage are alike in all pipelines. Empty means unknown.
-    """
+    """The known facts, per stage; empty if unknown: then each stage costs one unit forward, two backward."""
 
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()

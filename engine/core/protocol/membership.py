@@ -84,8 +84,6 @@ def plan_document(state: State) -> PlanMessage:
     )
 
 
-# The membership protocol: `step(state, event) -> state`, a pure function given by one table.
-#
 # Rules: the rule for an event is `TABLE[phase, type of event]`, for a worker's message `TABLE[phase, type of message]`.
 # A rule changes only the state: `orders.py` makes outputs of what workers and agents have not been told of it.
 # Messages of a worker that is out, and answers from another epoch, are ignored.

@@ -17,16 +17,9 @@ from engine.core import messages
 from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checkpoint_rules import keeps
 from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
-from engine.core.exclusion import Cause, Exclusion, in_words
+from engine.core.exclusion import Cause, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
-from engine.core.history.run_records import (
-    CommitRecord,
-    CrampedRecord,
-    EpochRecord,
-    GoRecord,
-    HeirsRecord,
-    PlanRecord,
-)
+from engine.core.history.run_records import CommitRecord, CrampedRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.job.job import is_due
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
@@ -68,8 +61,7 @@ from engine.core.protocol.inputs_outputs import (
     Write,
 )
 from engine.core.protocol.membership import hosts_of, is_ignored, plan_document, step
-from engine.core.protocol.plan_orders import in_parts, to_prepare, with_repair
-from engine.core.protocol.residual_choice import left_ns, with_ships
+from engine.core.protocol.plan_orders import in_parts, left_ns, to_prepare, with_repair, with_ships
 from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
 from engine.core.protocol.verdicts import heirs
 from engine.core.protocol.worker_times import bytes_per_s
@@ -77,12 +69,11 @@ from engine.core.texts import numbered
 
 # The rule of equal ends, and survivable exceptions: when the cause is the user's code, and not a worker.
 #
-# Rules: a second worker that hangs, or exits with the same code, in the action in which another one did, shows that the
-# cause is the user's code: it would end one heir after the other. So does the same exception of a second worker in the
-# same step. A worker that an injected fault struck does not count. An error of a GPU is a loss like any death, also of
-# a worker without an heir. Several GPUs may fail at once, as behind one switch; but an heir whose GPU has the same
-# trouble with the same slots shows that a kernel of the model is the cause. After the last commit no exception ends the
-# run: every step is committed, and only results of the last step can be lost.
+# Rules: a second worker that hangs, or exits with the same code, in the same action shows that the user's code is the
+# cause: it would end one heir after the other. So does the same exception of a second worker in the same step. A worker
+# struck by an injected fault does not count. An error of a GPU is a loss like any death, even without an heir, and
+# several may fail at once, as behind one switch; but an heir whose GPU has the same trouble with the same slots shows
+# that a kernel of the model is the cause. After the last commit no exception ends the run.
 
 
 _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose processes live
@@ -110,7 +101,9 @@ def repeated(state: CoordinatorState) -> Stop | None:
     """Returns the end of the run if two workers ended in the same way in the same action."""
     first: dict[tuple[str, int, Action], int] = {}
     for out in state.membership.out.values():
-        end, at = _end_of(state, out), _action_of(state, out.worker)
+        code, at = state.codes.get(out.worker, -1), _action_of(state, out.worker)
+        end = "hang" if out.cause is Cause.HANG else ""
+        end = f"exit code {code}" if out.cause is Cause.DEATH and code >= 0 else end  # signals come from outside
         if end and at is not None and not state.places[out.worker].is_struck:
             other = first.setdefault((end, *at), out.worker)
             if other != out.worker:
@@ -120,10 +113,7 @@ def repeated(state: CoordinatorState) -> Stop | None:
 
 
 def eviction_notes(state: CoordinatorState, owners: tuple[int, ...]) -> list[Note]:
-    """Returns the notes on the workers that the verdict evicts while their processes live.
-
-    `owners` are those before the verdict.
-    """
+    """Returns the notes on evicted workers whose processes live; `owners` are those before the verdict."""
     notes = []
     for out in state.membership.verdict:
         if out.cause in _PUT_OUT:
@@ -133,13 +123,6 @@ def eviction_notes(state: CoordinatorState, owners: tuple[int, ...]) -> list[Not
             then = f"; {numbered('worker', sorted(inherited), ' and ')} {verb} over" if inherited else ""
             notes.append(Note(f"worker {out.worker} {out.how}{_where(state, out.worker)} and is evicted{then}"))
     return notes
-
-
-def _end_of(state: CoordinatorState, out: Exclusion) -> str:
-    code = state.codes.get(out.worker, -1)
-    if out.cause is Cause.DEATH and code >= 0:  # signals come from outside
-        return f"exit code {code}"
-    return "hang" if out.cause is Cause.HANG else ""
 
 
 def _action_of(state: CoordinatorState, worker: int) -> tuple[int, Action] | None:
@@ -167,13 +150,13 @@ def _where(state: CoordinatorState, worker: int) -> str:
 #     commit: with all answers, commit + epoch + start are one decision; else the usual messages of a recovery
 #
 # Rules: the protocol is pure, so its table can be applied to events that have not happened yet. The inventories follow
-# from the commit: every replica has voted for it and is therefore whole at the boundary, and no worker has begun the
-# next step. If another event comes first, the prepared epoch is not used. An answer counts only for the plan that the
-# commit then needs. No worker waits for an answer: if one is missing, the epoch comes one step later, provided that the
-# grace of each leaving worker is long enough, and one step only. Another coordinator prepares anew.
+# from the commit: every replica has voted, so it is whole at the boundary, and no worker has begun the next step. If
+# another event comes first, the prepared epoch is dropped. An answer counts only for the plan that the commit then
+# needs. No worker waits for an answer: if one is missing, the epoch comes one step later, once, and only if the grace
+# of each leaving worker allows it. A new coordinator prepares again.
 #
-# In an elastic job a leaving worker with much time keeps its slots for some steps, until the owners that the policy
-# wants hold whole replicas. So the slots move once, and not to a shadow first.
+# In an elastic job a leaving worker with much time keeps its slots for some steps, until the wanted owners hold whole
+# replicas: the slots then move once.
 
 _STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
 _STEPS_TO_SETTLE = 5  # in which the policy is asked, the members learn of its wish, and replicas are sent
@@ -203,10 +186,7 @@ def patient(preparation: Preparation, state: State, now_ns: int) -> tuple[int, .
 def looked(
     preparation: Preparation, state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = ()
 ) -> tuple[Preparation, PrepareMessage | None]:
-    """Returns the order to prepare the epoch that the commit of the open step will begin, if its plan has changed.
-
-    The workers in `joins` become members with it.
-    """
+    """Returns the order to prepare the epoch of the coming commit, with `joins` as members, if its plan has changed."""
     prepared = prepare_epoch(state, ownership, now_ns, joins, patient(preparation, state, now_ns))
     if prepared is None or prepared.document == preparation.document:
         return preparation, None
@@ -229,10 +209,7 @@ def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> 
 def at_commit(
     preparation: Preparation, commit: StepCommitted, state: State, ownership: Ownership, joins: tuple[int, ...] = ()
 ) -> tuple[Preparation, tuple[Event, ...]]:
-    """Returns the events to decide on at a commit: the commit alone, or with the events of the prepared epoch.
-
-    No member waits for the workers in `joins`: they join with a prepared epoch only.
-    """
+    """Returns the events of a commit: it alone, or with the prepared epoch, without which none of `joins` joins."""
     new = preparation._replace(begun_ns=commit.now_ns)
     commit = replace(commit, patient=patient(preparation, state, commit.now_ns))
     prepared = prepare_epoch(state, ownership, commit.now_ns, joins, commit.patient)
@@ -287,8 +264,6 @@ def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
     return Held(worker, step, slots, nothing, nothing)
 
 
-# The orders.
-
 Outputs = tuple[CoordinatorOutput, ...]
 Decided = tuple[CoordinatorState, Outputs]
 Order = Callable[[CoordinatorState], Decided]
@@ -296,10 +271,7 @@ _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 
 
 def decide(state: CoordinatorState, *events: Event) -> Decided:
-    """Returns the state and the outputs after events that are decided as one; a run that is ending ignores them.
-
-    Then lets the workers prepare the epoch of the coming commit.
-    """
+    """Returns the state and outputs after events decided as one, and prepares the next epoch, unless the run ends."""
     if state.is_stopping:
         return state, ()
     before, membership, outputs = state.membership, state.membership, list[CoordinatorOutput]()
@@ -353,10 +325,7 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
 
 
 def _waiting(state: CoordinatorState, old: State) -> Iterable[CoordinatorOutput]:
-    """Yields the records on workers that now wait or were lost while they waited; lines, if training continues.
-
-    One that must wait for memory is told, and that it may join again.
-    """
+    """Yields the records, and lines while training continues, on workers that wait, are lost then, or lack memory."""
     new, ends = state.membership, state.membership.last_step < state.job.steps - 1
     for worker in new.waiting if new.waiting is not old.waiting else ():
         if worker not in old.waiting:
@@ -546,10 +515,7 @@ def commit_record(state: CoordinatorState) -> CommitRecord:
 
 
 def _evict(state: CoordinatorState, ordered: Collection[int]) -> Decided:
-    """Ends the processes of workers that are out; one that gave notice while it waited owes nothing, and leaves.
-
-    Not those of the workers in `ordered`, for which the same was ordered before.
-    """
+    """Ends the processes of workers that are out, but not of those `ordered` before; lets waiting leavers leave."""
     known, outputs = state.membership, list[CoordinatorOutput]()
     for worker in (*known.out, *known.lost):
         if worker not in known.exited and worker not in ordered:

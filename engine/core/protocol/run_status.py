@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
+from engine.core.deadlines import BACK, LATER_NS, SILENT
+from engine.core.history.process_records import (
+    CheckRecord,
+    ComparingRecord,
+    ComparisonRecord,
+    DeadlyRecord,
+    FailedRecord,
+    HostRecord,
+    NetworkRecord,
+    NotComparedRecord,
+    StartedRecord,
+    WaitingRecord,
+    WayOutRecord,
+)
+from engine.core.history.run_history import RunHistory, WorkerEnd, gaps, last_starts, since_start, worker_ends
+from engine.core.history.run_records import (
+    CrampedRecord,
+    EpochRecord,
+    PaceRecord,
+    PartitionRecord,
+    PolicyRecord,
+    StaysRecord,
+    TensorsRecord,
+    UnconfirmedRecord,
+)
+from engine.core.job.samples import epoch_at
 from engine.core.ownership import Slot, by_slot
 from engine.core.protocol.state import State
 from engine.core.protocol.verdicts import unable_to_leave
+from engine.core.units import parse_duration
 
 Slots = tuple[Slot, ...]
 SLOW = "slow"  # a worker that takes 1.5 times its usual time or more
@@ -20,8 +48,8 @@ CANNOT_LEAVE = "cannot leave"  # a worker that has given notice, but whose stage
 class WorkerStatus:
     """One worker: its present and previous slots as (pipeline, stage), and the seconds since its last message.
 
-    `step` and `last_action` are of the last action that it finished, from the events; -1 and empty before the first.
-    `tensor_bytes` are those of its tensors at the peak of a step; 0 if none was counted yet.
+    `step` and `last_action` are those it finished last; -1 and empty before. `tensor_bytes` are at the peak of a step;
+    0 if unknown.
     """
 
     worker: int
@@ -137,3 +165,150 @@ def _now_and_before(worker: int, member: Member, state: State) -> tuple[Slots, S
     """Returns the slots of a worker by the state, which knows the heirs at once; its own key follows each second."""
     now = tuple(slot for slot, owner in by_slot(state.owners, state.options.stages).items() if owner == worker)
     return now, member.before if now == member.now else member.now
+
+
+# The status of a run, made from its history: for a run that has ended or has lost its store.
+
+
+_TOLD = (
+    EpochRecord,
+    StaysRecord,
+    WayOutRecord,
+    FailedRecord,
+    CheckRecord,
+    ComparisonRecord,
+    NotComparedRecord,
+    UnconfirmedRecord,
+)
+_ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
+_LIVES = ("in", WAITS, LOADS, SLOW, CANNOT_LEAVE)
+STARTING, RUNNING, COMPARING, CHECKING = "starting", "running", "comparing with the twin", "checking the results"
+UNDER_WAY = (STARTING, RUNNING, COMPARING, CHECKING)  # phases of a run that has not ended, by its records
+
+
+def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
+    """Returns the status of a run after its last record."""
+    epoch = history.epochs[-1].epoch if history.epochs else 0
+    ends, cut, deadly = worker_ends(history), history.first(PartitionRecord), history.of(DeadlyRecord)
+    workers = tuple(_worker(each, history, ends.get(each.of)) for _, each in sorted(last_starts(history).items()))
+    return RunStatus(
+        run_id,
+        _phase(history),
+        epoch,
+        history.committed,
+        history.num_steps,
+        workers,
+        tuple(_verdicts(history)),
+        history.commits.losses[-1] if history.commits else None,
+        gaps=gaps(history),
+        injectable=history.is_injectable,
+        noun=history.job.slot_noun,
+        data_epoch=epoch_at(history.job, history.committed + 1, cut.samples if cut else 0),
+        data_epochs=history.job.epochs,
+        policy=tuple(_policy(history)),
+        deadly=deadly[-1].text if deadly and deadly[-1].hosts and history.training_ended is None else "",
+    )
+
+
+def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
+    """Returns the last change of the pace of each worker that is slow, since it was started the last time."""
+    begun_ns = {each.of: each.at_ns for each in last_starts(history).values()}
+    last = {each.of: each for each in history.of(PaceRecord) if each.at_ns >= begun_ns.get(each.of, 0)}
+    ends = worker_ends(history)
+    return {worker: last[worker] for worker in sorted(last) if last[worker].slowness > 1 and worker not in ends}
+
+
+def _policy(history: RunHistory) -> Iterator[str]:
+    """Yields the last answer of the policy, whether its move is still to come, and the slow and cramped workers."""
+    if answers := history.of(PolicyRecord):
+        last = answers[-1]
+        has_come = last.owners == tuple(history.epochs[-1].owners) if history.epochs else False
+        how = "" if not last.owners else " (the move is done)" if has_come else " (the move is to come)"
+        yield f"policy, {last.asked}: {last.why}{how}"
+    yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
+    cramped = {each.of: each for each in since_start(history, CrampedRecord)}
+    ends = worker_ends(history)
+    waiting = {worker: last.why for worker, last in sorted(cramped.items()) if last.why and worker not in ends}
+    yield from (f"worker {worker} {why}" for worker, why in waiting.items())
+    leases = {each.node: each.lease_s for each in history.of(HostRecord) if each.lease_s}
+    yield from (f"host {node} is lost after {leases[node]} s without a renewal of its lease" for node in leases)
+    hosts = {each.of: each for each in history.of(NetworkRecord)}.values()
+    yield from map(str, hosts)
+    if hosts and history.job is not None and (after_ns := parse_duration(history.job.silent_after)):
+        worst_ns = max(each.worst_ns for each in hosts)
+        silent_s, later_s = (after_ns + SILENT.more(worst_ns)) / 1e9, (LATER_NS + BACK.more(worst_ns)) / 1e9
+        yield f"a worker is lost after {silent_s:.3g} s of silence; a broken transfer waits {later_s:.3g} s"
+
+
+def _phase(history: RunHistory) -> str:
+    if history.ended:
+        return history.ended.outcome
+    if history.training_ended:
+        is_comparing = history.first(ComparingRecord) and not history.of(ComparisonRecord)
+        return COMPARING if is_comparing else CHECKING
+    return RUNNING if history.epochs else STARTING
+
+
+def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) -> WorkerStatus:
+    owned = [started.slots]
+    for epoch in [each for each in history.epochs if each.at_ns >= started.at_ns]:
+        owners = by_slot(epoch.owners, history.job.slots)
+        now = tuple(slot for slot, owner in owners.items() if owner == started.of)
+        owned += [now] if now != owned[-1] else []
+    before: tuple[Slot, ...] = owned[-2] if len(owned) > 1 else ()
+    status = WorkerStatus(started.of, started.child, "", owned[-1], before)
+    if (last := history.last_action.get(started.of)) is not None:
+        status = replace(status, step=last.step, last_action=last.action)
+    peaks = [each.peak for each in history.of(TensorsRecord) if each.worker == started.of]
+    status = replace(status, tensor_bytes=sum(sum(sizes) for rows in peaks[-1:] for _, _, *sizes in rows))
+    stays = any(each.of == started.of for each in since_start(history, StaysRecord))
+    is_slow = started.of in slow_workers(history)
+    state = CANNOT_LEAVE if stays else SLOW if is_slow else _recorded_state(started, history)
+    return replace(status, state=end or state)
+
+
+def _recorded_state(started: StartedRecord, history: RunHistory) -> str:
+    """Returns the word for a worker whose end was not seen; before the first epoch an owner is in."""
+    members = history.epochs[-1].members if history.epochs and history.epochs[-1].at_ns >= started.at_ns else ()
+    if started.of in members or (not members and started.slots):
+        return "in"
+    return WAITS if any(each.of == started.of for each in since_start(history, WaitingRecord)) else LOADS
+
+
+def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
+    for epoch, record in history.in_epochs(*_TOLD):
+        match record:
+            case EpochRecord():
+                yield epoch, record.reason
+            case CheckRecord() if record in history.findings:
+                yield epoch, f"check {record.name} {record.result}: {record.text}"
+            case ComparisonRecord() if record.difference is None:  # a difference is a check that failed
+                yield epoch, record.unproven_text
+            case NotComparedRecord():
+                yield epoch, str(record)
+            case UnconfirmedRecord():
+                yield epoch, str(record)
+            case StaysRecord() | WayOutRecord():
+                yield epoch, f"worker {record.of} {record.text}"
+            case FailedRecord():
+                yield epoch, record.error
+
+
+def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
+    """Returns the status in the store, completed by what only the records of the run have."""
+    workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
+    for row in recorded.workers:
+        status = workers[row.worker]
+        is_slow = row.state == SLOW and status.state == "in"
+        state = row.state if row.state in _ENDS or is_slow else status.state
+        seen = replace(status, step=row.step, last_action=row.last_action, tensor_bytes=row.tensor_bytes)
+        workers[row.worker] = replace(seen, state=state)
+    in_order = tuple(workers[each] for each in sorted(workers))
+    names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs", "policy", "deadly")
+    return replace(stored, workers=in_order, **{name: getattr(recorded, name) for name in names})
+
+
+def without_word(status: RunStatus) -> RunStatus:
+    """Returns the status of a run after its launcher is gone without a last record: its workers are gone too."""
+    workers = tuple(replace(each, state="gone") if each.state in _LIVES else each for each in status.workers)
+    return replace(status, phase="launcher gone", workers=workers)

@@ -46,10 +46,7 @@ def unfit(job: Job, schedule: str) -> str:
 
 
 def placed_owners(job: Job, schedule: str, owners: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the owners of all slots as the placement of a schedule has them, with the present workers.
-
-    Empty if workers have one stage, as every placement is the same then, or if stages have merged after a failure.
-    """
+    """Returns the owners by a schedule's placement; empty with one stage per worker, or if stages have merged."""
     if job.stages_per_worker == 1:
         return ()
     wanted = placement_of(schedule or job.schedule, job.placement if not schedule else "auto")

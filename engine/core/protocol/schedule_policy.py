@@ -100,10 +100,7 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
 
 
 def _distinct(job: Job, owners: tuple[int, ...]) -> tuple[Grid, tuple[int, ...]]:
-    """Returns the grid and the owners of the first pipeline if all are cut alike, each by workers of its own.
-
-    With two directions it is the first pair.
-    """
+    """Returns the grid and owners of the first pipeline (or pair) if all are cut alike, each by its own workers."""
     ways = directions_of(job.schedule)
     size = ways * job.slots
     parts = [owners[at : at + size] for at in range(0, len(owners), size)]

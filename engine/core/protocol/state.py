@@ -21,8 +21,8 @@ from engine.core.protocol.events import Evidence, Loading
 
 # Broken edges: pairs of workers between which transfers fail, and the order in which their ends are suspected.
 #
-# Rule: the end of an edge that reports it is suspected after the other end, because a worker that has a fault of its
-# own breaks transfers of several others. A worker that is no end of a broken edge is never suspected.
+# Rule: the end of an edge that reports it is suspected after the other end, because a worker with a fault of its own
+# breaks transfers of several others. A worker at no broken edge is never suspected.
 
 
 class Edge(NamedTuple):
@@ -49,8 +49,8 @@ def by_suspicion(edges: Collection[Edge]) -> tuple[int, ...]:
 #     A: "I have sent B 7 messages"     B: "I expect 6 or more from A, and have 5"     the edge between them is dark
 #
 # Rules: no edge is judged while a member is inside an action, loads data, is stopped or does not answer: the others may
-# wait for that member only. Each report of a worker is about one epoch, and about the time since its last piece of
-# news. A connection that heals within the deadline brings news, and the time begins again.
+# wait for that member only. A report is about one epoch, and the time since the worker's last news. A connection that
+# heals within the deadline brings news, so the time begins again.
 
 LEAST_QUIET_NS = 250_000_000  # of a worker that reports
 _DARK_NS = 2_000_000_000
@@ -120,11 +120,7 @@ GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The parameters of the protocol; `coordinator_state.first_state` sets those of a job.
-
-    `stages` is per pipeline; `redundant` is false if the job has no shadows. With `sharded` each pipeline has its own
-    shards of the stages.
-    """
+    """The parameters of the protocol, as `first_state` sets them: `stages` of a pipeline, in shards if `sharded`."""
 
     stages: int
     redundant: bool
@@ -268,10 +264,7 @@ class State(NamedTuple):
 
     @property
     def wanted_moves(self) -> dict[int, int]:
-        """The wanted owner of each slot that another worker owns; an owner that is out or leaving is not wanted.
-
-        A wish that names joiners waits for them as a whole.
-        """
+        """The wanted owner of each slot that moves, unless it is out or leaving; all wait for a wanted joiner."""
         is_due = self.wanted and not self.awaits_joiners
         slots = enumerate(zip(self.owners, self.wanted, strict=True)) if is_due else ()
         return {
@@ -382,11 +375,10 @@ def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
 
 # Waiting workers: they have code and data, and no slot, rank or vote; an epoch makes them members.
 #
-# Rules: a verdict takes in as many as it evicts. `State.joiners` come in at a step boundary, too: their group is
-# formed before it (`coordinator_state.py`), and the epoch is prepared. The others wait on, and cost a failure nothing.
-# One whose memory does not suffice for a slot is cramped: it waits on, until the agent of its host says otherwise.
-# Before training and after the last commit they have no use. The loss of a waiting worker is no epoch. Its number, as
-# that of each worker that was lost, is never used again.
+# Rules: a verdict takes in as many as it evicts. `State.joiners` join at a step boundary too: their group is formed
+# before it (`coordinator_state.py`), and the epoch is prepared. A worker without memory for a slot is cramped: it waits
+# until its host's agent says otherwise. The loss of a waiting worker is no epoch, and the number of a lost worker is
+# never used again.
 
 
 def is_unknown(state: State, worker: int) -> bool:

@@ -40,10 +40,9 @@ def succession(
 ) -> tuple[ProcessOnHost, ...]:
     """Returns the processes of a run whose coordinator was on host `lost`; `before` is its state in the store.
 
-    `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
-    `heard` is the last commit of which a host that is left has heard; the one after it is in the store. Raises
-    CoordinatorUnavailableError for a run whose workers were to begin again after a checkpoint, and for one of whose
-    results more is lost.
+    `held` has each host's processes: number, worker, pid, and the exit code of one that has ended. `heard` is the last
+    commit that a host left knows; the one after it is in the store. Raises CoordinatorUnavailableError if that is not
+    enough.
     """
     if before is None or not before.started:
         raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training resumed")

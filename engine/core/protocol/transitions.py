@@ -43,8 +43,6 @@ from engine.core.protocol.verdicts import (
 from engine.core.texts import exit_text, numbered
 
 # The rules of requests, which are met later: a worker waits to become a member or leaves, the job ends, slots move.
-#
-# One rule more is about memory, for which a worker must wait.
 
 
 @rule()
@@ -62,10 +60,7 @@ def waits(state: State, event: WorkerWord[WaitingMessage]) -> State:
 
 @rule()
 def leaves(state: State, event: events.Notice) -> State:
-    """Records that a worker will hand over at the next boundary, or that the job ends after the running step.
-
-    A job that ends has no use for those that wait: they need not wait for the end of a long step.
-    """
+    """Records that a worker leaves at the next boundary, or that the job ends; waiting workers then leave at once."""
     if event.worker is None:
         running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
         free = [excluded(worker, Cause.LEFT, "was released, because the run ended") for worker in state.waiting]
@@ -79,10 +74,7 @@ def leaves(state: State, event: events.Notice) -> State:
 
 @rule()
 def stops_early(state: State, event: events.EarlyStop) -> State:
-    """Records the last step, in any phase: a failure or a takeover between a validation and the next commit is usual.
-
-    Waiting workers stay: until that commit, a loss may need them.
-    """
+    """Records the last step; waiting workers stay, as a loss may need them until its commit."""
     return state._replace(last_step=min(state.last_step, event.last_step))
 
 
@@ -134,8 +126,7 @@ def wants_schedule(state: State, event: events.WantedSchedule) -> State:
 #     running --Departure-> failing over    it leaves; no value is lost with it
 #
 # Rules: both are epochs like that of a verdict, but the worker still answers, so no backward is run again. Until it
-# leaves it is a shadow: if an heir dies first, no state is lost. It leaves at a boundary as ever, or before the end of
-# its grace. If it dies meanwhile, that is a failure as ever.
+# leaves, at a boundary or before the end of its grace, it is a shadow: if an heir dies first, no state is lost.
 
 
 @rule(Phase.FAILING_OVER)
@@ -212,10 +203,7 @@ def ends(state: State, event: events.ExitSeen) -> State:
 
 @rule(Phase.RESTARTING, Phase.FAILING_OVER, Phase.HALTED)
 def ends_early(state: State, event: events.ExitSeen) -> State:
-    """Restarts the workers if one of them ends before training, or without an heir before the first commit.
-
-    No step is lost by this. An exception of the user's code would come again, so it is judged at once.
-    """
+    """Restarts the workers if one ends before training, or without an heir before a commit, but not if it raised."""
     new = ends.decide(state, event)
     return new if event.raised else _again(state, new)
 
@@ -351,10 +339,7 @@ def looks_at_clock(state: State, event: events.Tick) -> State:
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def takes_over(state: State, event: events.Takeover) -> State:
-    """Makes a verdict on the workers of the lost host, or an empty one: every member says again what it holds.
-
-    The votes, the suspicions and the preparations that the last coordinator had heard are lost: members vote again.
-    """
+    """Makes a verdict on the lost host's workers, or an empty one: members report what they hold, and vote again."""
     new, out = _without(state, event.lost) if event.lost else (state, [])
     return new_epoch(new, event.now_ns, out, "" if out else "another coordinator has taken over")
 

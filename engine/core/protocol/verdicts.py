@@ -1,13 +1,12 @@
 """Verdicts: the workers that are out, the heirs of their slots, and the halt of a job.
 
 Rules: each verdict, even an empty one, makes a new epoch, which begins without inventories. The heir of a slot is the
-first of these workers that is a member: a shadow that stays, a worker that holds the stage in another pipeline and
-stays, a shadow or such a worker that is leaving. Slots of dead workers move at once, and so do those of workers that
-hand over inside the step, if a staying worker holds them; those of other leaving workers, and
-those with another wanted owner, at a step boundary, to a worker with a whole replica. Wanted owners without one become
-shadows in the next step that heals; then all of them take over at once. A shadow that was healed in the open step
-becomes known by its inventory and then counts as well. A slot is therefore lost only after all inventories have come,
-or at once if the job has no shadows.
+first of these members: a shadow that stays, a worker that holds the stage in another pipeline and stays, a shadow or
+such a worker that is leaving. Slots of dead workers move at once, and those of workers that hand over inside the step,
+if a staying worker holds them. Those of other leaving workers, and those with another wanted owner, move at a step
+boundary to a worker with a whole replica; wanted owners without one become shadows in the next step that heals, then
+all take over at once. A shadow healed in the open step counts once its inventory shows it. So a slot is lost only after
+all inventories have come, or at once if the job has no shadows.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ def _holds(state: State, slot: int, worker: int) -> bool:
 
 
 def holders_in_other_pipelines(state: State, slot: int) -> list[int]:
-    """Returns the members that hold the stage of a slot in other pipelines: owners first, next pipeline first.
-
-    None does with shards: there each pipeline has others.
-    """
+    """Returns the members with the stage of a slot in other pipelines, owners first; none with shards."""
     if state.options.sharded:
         return []
     num_slots, stages = len(state.owners), state.options.stages
@@ -79,10 +75,7 @@ def new_epoch(
     phase: Phase = Phase.FAILING_OVER,
     joins: tuple[int, ...] = (),
 ) -> State:
-    """Returns the next epoch, without the workers that `failed` or left; ends the job if a slot is lost.
-
-    Waiting workers become members: those in `joins`, or in a failover as many as the job lacks.
-    """
+    """Returns the next epoch, without workers that `failed` or left, with `joins`; ends the job if a slot is lost."""
     gone = [worker for worker in state.members if worker in state.exited]
     out = {worker: excluded(worker, Cause.FINISHED, "had finished and left") for worker in gone}
     out |= {each.worker: each for each in failed}
@@ -119,10 +112,7 @@ def new_epoch(
 
 
 def _with_waiting(before: State, new: State, now_ns: int, joins: tuple[int, ...]) -> State:
-    """Returns a new epoch with waiting workers as members: those in `joins`, or in a failover those that it lacks.
-
-    The others wait on: a failure must not cost more because many wait.
-    """
+    """Returns a new epoch with `joins` as members; in a failover with as many waiting workers as it lacks."""
     is_training = before.phase is not Phase.FORMING and new.phase is Phase.FAILING_OVER and not before.is_over
     if is_training and new.members:
         staying = [worker for worker in before.members if worker not in before.leaving]
@@ -140,10 +130,7 @@ def _with_waiting(before: State, new: State, now_ns: int, joins: tuple[int, ...]
 
 
 def all_inventoried(state: State) -> State:
-    """Returns the state after the last inventory: holders of replicas healed in the open step become shadows.
-
-    A slot whose owner is out then goes to an heir; the job ends if there is none.
-    """
+    """Returns the state after the last inventory: its holders become shadows and heirs; without heirs the job ends."""
     holders = [dict.fromkeys(line) for line in state.shadows]  # of each slot: its shadows, then others with a replica
     for worker in state.members:
         for slot in state.copies.get(worker, ()):
@@ -155,10 +142,7 @@ def all_inventoried(state: State) -> State:
 
 
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
-    """Returns the next epoch with the same members; after `max_repeats` of them, without one of the suspects.
-
-    This is the first suspect whose slots all have heirs; if there is none, the job halts.
-    """
+    """Returns the next epoch with the same members; after `max_repeats`, without a replaceable suspect, or a halt."""
     count = state.repeats.get(symptom, 0) + 1
     if count <= state.options.max_repeats:
         new = state._replace(repeats={**state.repeats, symptom: count})
@@ -185,10 +169,7 @@ def _replaceable(state: State, suspects: Iterable[int]) -> int | None:
 
 
 def handed_over(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State:
-    """Returns the next epoch at a step boundary.
-
-    Slots move, workers join, leaving ones without duty are out, and another schedule replaces that of the step before.
-    """
+    """Returns the next epoch at a step boundary: slots move, workers join and leave, the schedule may change."""
     after, moved = f"after step {state.committed}", _moved(state)
     gone = [excluded(worker, Cause.LEFT, f"has left {after}") for worker in free_to_leave(state)]
     moving = leavers(state)
@@ -217,10 +198,7 @@ def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
 
 
 def begins_epoch(state: State) -> bool:
-    """Returns whether an epoch begins with the last commit.
-
-    One does if slots move, workers leave, or other owners or another schedule are wanted.
-    """
+    """Returns whether the last commit begins an epoch: slots move, workers leave, owners or schedule change."""
     if state.changes_schedule:
         return True
     if not state.leaving and not state.wanted:
@@ -241,10 +219,7 @@ def leavers(state: State) -> tuple[int, ...]:
 
 
 def unable_to_leave(state: State) -> dict[int, tuple[int, ...]]:
-    """Returns the leaving workers that can never leave, each with its stages that no staying worker can get.
-
-    One that waits, and may join, can get them.
-    """
+    """Returns the leaving workers that can never leave, each with its stages that no other worker can get."""
     if state.options.redundant and (state.joiners or any(worker not in state.leaving for worker in state.members)):
         return {}
     stages: dict[int, set[int]] = {}

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMessage
 from engine.core.ownership import Grid, Ownership
+from engine.core.program.handoff import Ship
 from engine.core.program.inventory import PlanMessage, from_json
 from engine.core.program.owners import owners_program
 from engine.core.program.plan_parts import both_digests, ownership_of
 from engine.core.program.planner import EpochPlan, PlanInput, ends_tied_stages_together, make_plan, plan_of
-from engine.core.program.residuals import Ship
 
 
 class GroupKey(NamedTuple):
@@ -46,10 +46,10 @@ class NoticeReceived(Input):
 
 @dataclass(frozen=True, slots=True)
 class StagesBuilt(Input):
-    """The worker has joined: its stages are built, and the first group is formed.
+    """The worker has joined: its stages are built, and the first group is formed; or it `waits` without either.
 
-    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with. `waits`: it owns
-    nothing and has joined no group; an epoch makes it a member. With `joins` that needs no failure.
+    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the first. With `joins` it becomes a member
+    without a failure.
     """
 
     worker: int
@@ -179,10 +179,7 @@ def without(inbox: Inbox, message: ToWorker) -> Inbox:
 
 
 def plan_epoch(grid: Grid, schedule: str, document: PlanMessage) -> EpochPlan:
-    """Returns the plan that follows from a document, the same on all members; `schedule` is the job's own.
-
-    Raises InvariantError if it is impossible.
-    """
+    """Returns the plan of a document, the same on all members; raises InvariantError if it is impossible."""
     ownership, repair = ownership_of(grid, document.owners, document.shadows), document.repair
     if repair is not None and ends_tied_stages_together(repair.done, grid):  # a coordinator knows nothing of ties
         program = owners_program(document.schedule or schedule, grid, document.before)

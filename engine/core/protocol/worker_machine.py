@@ -206,10 +206,7 @@ def keeps(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def audit(state: WorkerState, commit: messages.CommitMessage, slots: tuple[Slot, ...]) -> tuple[Output, ...]:
-    """Returns the order to send the hashes of these slots, if an audit is due after the step.
-
-    With shards a member must be in its group for it: they are gathered. An epoch that ends this wait begins with it.
-    """
+    """Returns the order to send the hashes of these slots, if an audit is due after the step."""
     is_asked = commit.keep or is_due(state.audit_every, commit.step, commit.then == "end")
     return (Audit(commit.step, slots),) if is_asked and slots else ()
 
@@ -232,10 +229,7 @@ def is_let_go(state: WorkerState, bye: Message) -> Stepped:
 
 
 def stops(state: WorkerState, stop: messages.StopMessage) -> Stepped:
-    """Ends at once, or when its share of the last committed step is written.
-
-    A worker that has not taken that step does not have its state.
-    """
+    """Ends at once, or once its share of the last committed step is written, if it has taken that step."""
     new = state._replace(mode=Mode.OUT)
     if stop.keep < 0 or stop.keep != state.step - 1:
         return new, (End(ExitCode.OK),)
@@ -309,8 +303,8 @@ def changes_group(state: WorkerState, epoch: EpochMessage) -> Stepped:
 #     GoMessage ->     RUNNING    the rest of the open step by the plan, when the group is formed
 #
 # Rules: from its inventory to the plan or a newer epoch, a worker takes no step and no commit. A prepared epoch begins
-# with a commit and names a plan that every member has made in advance, from the inventories after that commit. No
-# inventory is sent, and a worker with another inventory stops.
+# with a commit and names a plan that every member made in advance, from the inventories after that commit; a worker
+# with another inventory stops.
 
 
 def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
@@ -396,10 +390,7 @@ def is_planned(state: WorkerState, made: inputs.PlanMade) -> Stepped:
 
 
 def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: tuple[Output, ...]) -> Stepped:
-    """Takes the ownership of the plan, and the last commit if this worker has missed it.
-
-    Raises InvariantError if it has missed an earlier one.
-    """
+    """Takes the plan's ownership, and the last commit if missed; raises InvariantError if it missed an earlier one."""
     document, ownership, _ = required(state.plan, "this worker has made the plan")
     new = state._replace(
         ownership=ownership,
@@ -445,10 +436,7 @@ def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def is_formed(state: WorkerState, formed: inputs.GroupFormed) -> Stepped:
-    """Begins the work that waited for the group; an attempt that was given up changes nothing.
-
-    Reports a failure, but not before training begins: until then the worker can still answer.
-    """
+    """Begins the work that waited for the group; a failure is reported when training begins, no earlier."""
     if formed.epoch != state.forming:
         return state, ()
     return _goes_now(state._replace(forming=0, failure=formed.failure))

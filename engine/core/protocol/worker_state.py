@@ -118,10 +118,10 @@ class LoadPlan(Output):
 
 @dataclass(frozen=True, slots=True)
 class PlanNextStep(Output):
-    """Begins to make the program of the step after a step of a recovery, in the planner thread.
+    """Begins to make the program of the step after one of a recovery, in the planner thread.
 
-    `ownership` is that of `step`, which is about to begin; the next step adds shadows among the members that stay, on
-    other `hosts` first, and the `wanted` owners. An empty `schedule` is the job's own.
+    `ownership` is that of `step`, about to begin; then members that stay, on other `hosts` first, and `wanted` owners
+    become shadows. An empty `schedule` is the job's own.
     """
 
     step: int
@@ -199,10 +199,7 @@ class Keep(Output):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(Output):
-    """Writes a checkpoint of some slots after the last committed step, and waits for it: the process is about to end.
-
-    The open step may have begun, and an exception may have ended it.
-    """
+    """Writes a checkpoint of some slots after the last committed step, and waits: the process is about to end."""
 
     step: int
     shares: tuple[StateShare, ...]

@@ -5,8 +5,8 @@
             less than the mean
     pace    of a worker: its seconds of a step for a usual second of the same work
 
-Rules: a step counts when a vote for the next one comes, and only if each slot of a worker has told its times: none does
-after a failure in the step. The first step counts for nothing, because it warms up. Another agent begins anew.
+Rules: a step counts when a vote for the next one comes, and only if each slot of a worker has reported its times: none
+does after a failure in the step. The first step warms up and does not count. Another agent begins again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from engine.core.protocol.measured_facts import BYTES_PER_S, PAUSE_S, MeasuredFa
 #     factor   pace / usual, over that of the machine: three quarters of the workers are at least that slow
 #
 # A worker is slow after eight steps in a row, with a second of computing in them, that have a factor of 1.5 or more, if
-# nine tenths of its past were faster than each of them: its speed is then 1 / factor. The second keeps a job with steps
-# of some milliseconds from judging a worker by one time slice of a busy core. It stays slow until most of its last
-# steps were well, so a speed that flaps does not change the decision with every turn. Rules: no worker is given up for
-# its pace. A busy machine slows all workers, and makes none of them slow. A slow worker that has computed nothing for a
-# thousand steps is tried again, with a part of the work.
+# nine tenths of its past were faster than each: its speed is then 1 / factor. The second keeps a job with steps of
+# milliseconds from judging by one time slice of a busy core. It stays slow until most of its last steps were well.
+# Rules: no worker is evicted for its pace. A busy machine slows all workers, and makes none of them slow. A slow worker
+# that computed nothing for a thousand steps is tried again, with a part of the work.
 
 
 SLOW_FACTOR = 1.5
@@ -80,11 +79,7 @@ class PaceChange(NamedTuple):
 
 
 def after_step(paces: Paces, step: int, computed: Mapping[int, Compute]) -> tuple[Paces, tuple[PaceChange, ...]]:
-    """Returns the paces after a step without a failure, and the changes, by worker.
-
-    A worker that computed nothing keeps its paces, and is tried again at last if it is slow. `members_only` drops those
-    of workers that are no members any more.
-    """
+    """Returns the paces and their changes, by worker, after a step without a failure."""
     now = {worker: each.seconds / each.work for worker, each in sorted(computed.items()) if each.work > 0}
     factors = {
         worker: pace / median(paces[worker].past)
@@ -291,10 +286,7 @@ def facts(
     hosts: Mapping[int, str],
     free_bytes: int | None = None,
 ) -> MeasuredFacts:
-    """Returns the facts for an assignment; times are in units as long as one of a stage is unknown.
-
-    `free_bytes` are those of the one host of all members, which may use equal parts of them, as far as they are known.
-    """
+    """Returns the facts for an assignment, in units until all stages have times; members share the `free_bytes`."""
     grid, stages = job.grid, range(job.grid.stages)
     seconds = [pair for stage in stages if (pair := usual(times, stage)) is not None]
     forward, backward = zip(*seconds, strict=True) if len(seconds) == grid.stages else ((), ())
@@ -317,7 +309,6 @@ def facts(
 
 
 def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
-    """Returns the times after the open step."""
     told: dict[int, tuple[SlotVote, ...]] = {}
     for worker, votes in in_order(times.told):
         told[worker] = (*told.get(worker, ()), *votes)
@@ -342,8 +333,8 @@ def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
 def _with_edges(known: Mapping[int, tuple[float, ...]], votes: Collection[SlotVote]) -> Mapping[int, tuple[float, ...]]:
     """Returns the times of transfers with those of a step.
 
-    Of all microbatches the least counts, for which the receiver has waited. The mean of both ways between two slots
-    does not depend on the clocks of their hosts. Of several pipelines the slowest counts.
+    The least of all microbatches counts: its receiver has waited. The mean of both ways needs no common clock. Of
+    several pipelines the slowest counts.
     """
     passed = {(vote.pipeline, vote.stage): vote.passed_ns for vote in votes}
     new: dict[int, float] = {}

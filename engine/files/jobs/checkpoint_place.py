@@ -40,11 +40,10 @@ class ResumedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlace:
-    """Checkpoints: all in a folder or at a URL, or those of one run; of one step, or of all.
+    """Checkpoints: all in a folder or at a URL, or those of one `run`; of one step, or of all.
 
-    `run` is the name of the run whose checkpoints count, empty for all. A `heir` began after one of them, and its job
-    goes on from there. `asked` is the folder's name of the run that stands for them, and `job` its job; both are empty
-    without one.
+    The job of a `heir` continues from one of them. `asked` is the folder's name of the run that stands for them, and
+    `job` its job.
     """
 
     folder: CheckpointFolder
@@ -91,10 +90,7 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
 
 
 def places_of_job(job: Job, results: Path) -> Iterator[CheckpointPlace]:
-    """Yields the places of the runs of a job, the newest run first: those in `results`, and in the job's own place.
-
-    On a machine that has just been started there is no run, and the job's own place has what other machines kept.
-    """
+    """Yields the places of a job's runs, the newest run first: those in `results`, and the job's own place."""
     fingerprint = fingerprint_of(job)
     here: dict[str, CheckpointPlace | None] = dict.fromkeys(run_names(results))
     elsewhere: dict[str, CheckpointPlace] = {}
@@ -179,10 +175,7 @@ def place_problems(job: Job) -> list[Problem]:
 
 
 def refuse_unwritable(job: Job, in_process: bool = False) -> None:
-    """Writes and removes a file in the place that the user names for checkpoints; raises UserError if that fails.
-
-    A store in the memory of one process is refused too, unless the workers are threads of it: `in_process`.
-    """
+    """Writes and removes a file in the place for checkpoints; raises UserError, also for memory of another process."""
     if not job.checkpoints or not keeps_any(job.checkpoint_every):
         return
     if is_url(job.checkpoints) and is_private(job.checkpoints) and not in_process:
@@ -196,10 +189,7 @@ def refuse_unwritable(job: Job, in_process: bool = False) -> None:
 
 
 def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:
-    """Yields the place of a run's checkpoints, then that of the run that it was resumed from.
-
-    The checkpoints have the name that the run began with: its folder may have another one since.
-    """
+    """Yields the place of a run's checkpoints, under its first name, then of the run that it was resumed from."""
     facts = _facts_of(run)
     asked = run.path.name
     job, name = facts.get("job", {}), str(facts.get("run") or asked)
@@ -257,10 +247,7 @@ def weights_hash(path: str) -> str:
 
 
 def hash_as_given(path: str, before: str) -> str:
-    """Returns the hash of given weights; raises UserError if it is not that of the run `before`, if there was one.
-
-    What holds no weights, or is a damaged checkpoint, is refused before a run begins.
-    """
+    """Returns the hash of given weights; raises UserError if it differs from the run `before`, or there are none."""
     sha256 = weights_hash(path)
     if before and before != sha256:
         hint = "put the weights of that run back, or name others: --init FILE"

@@ -55,11 +55,9 @@ def load_external(
     is_attached: bool = False,
     is_run: bool = True,
 ) -> LoadedExternal:
-    """Returns the scenario of a document for a command, which replaces its own; `is_attached`: the job runs already.
+    """Returns the scenario of a document for a command, which replaces its own, and may lack unless `is_run`.
 
-    Unless `is_run`, it needs no command.
-
-    Raises UserError with every problem found.
+    `is_attached`: the job runs already. Raises UserError with every problem found.
     """
     reading = Reading(document, list(document.problems))
     if document.value is None and not document.problems:

@@ -174,10 +174,7 @@ _UNITS = {"_ns": _DURATION, "_steps": _NUM_STEPS}
 
 
 def _form_of(name: str, of: type, /, **other: Any) -> type[Form]:
-    """Returns the form of a dataclass of the core: a key for each field with a help text, without its unit.
-
-    `other` has the types of fields whose keys have another one.
-    """
+    """Returns the form of a dataclass: a key, without its unit, for each field with a help text; `other` has types."""
     hints = get_type_hints(of)
     keys = {}
     for attribute in (each for each in fields(of) if each.metadata):

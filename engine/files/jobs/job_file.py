@@ -53,10 +53,9 @@ def spans_of(given: Iterable[FieldValue]) -> dict[str, str]:
 
 
 def in_steps(job: Job, layers: Sequence[Layer], spans: Mapping[str, str], offered: JobParts) -> Job:
-    """Returns the job with steps in the place of epochs; `steps` of a later layer counts instead of `epochs`.
+    """Returns the job with steps in place of epochs, unless a later layer, or a record, has steps.
 
-    The record of a run has both, and its steps stay. Raises UserError if another layer has both, and for epochs of data
-    without an end.
+    Raises UserError if another layer has both, and for epochs of data without an end.
     """
     by_epochs = _goes_by_epochs(job, layers)
     if by_epochs is None:
@@ -113,10 +112,7 @@ FOR_SEVERAL = "default with several workers"
 def with_elastic_defaults(
     job: Job, layers: Sequence[Layer], given: Mapping[tuple[str, ...], FieldValue], offered: JobParts, *, moves: bool
 ) -> tuple[Job, dict[str, str], str]:
-    """Returns the job with these defaults, the origin of each, and why it has so many blocks if no number is given.
-
-    `moves`: it moves stages by itself.
-    """
+    """Returns the job with these defaults, their origins, and why it has so many blocks if it `moves` stages."""
     origins, blocks = dict[str, str](), given.get(("blocks",))
     if job.standby > 0 and last_with("standby", layers) > last_with("elastic", layers):
         job = replace(job, elastic=True)

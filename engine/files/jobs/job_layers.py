@@ -200,10 +200,7 @@ RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE, "BAMBOO_PROGRESS")
 
 @dataclass(slots=True)
 class Layer:
-    """The valid values of one layer, and the problems with the others.
-
-    `record` is the record of a run from which the layer was read: it has every field.
-    """
+    """The valid values of one layer, and the problems with others; from the `record` of a run it has every field."""
 
     given: list[FieldValue] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -229,10 +226,7 @@ class Layer:
 
 
 def file_layer(path: Path, foreign: str = "") -> Layer:
-    """Returns the layer of a job file, or of the record of a run; an unreadable file is a problem of the layer.
-
-    `foreign` is the advice about a foreign file, see `FieldValue`.
-    """
+    """Returns the layer of a job file or a run's record, or its problem; `foreign` is as in `FieldValue`."""
     try:
         document = read_yaml(path)
     except UserError as error:

@@ -15,13 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.core.checks.equality import (
-    NamedTensor,
-    RowsEquality,
-    TensorDifference,
-    equal_rows,
-    first_tensor_difference,
-)
+from engine.core.checks.equality import NamedTensor, RowsEquality, TensorDifference, equal_rows, first_tensor_difference
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.core.manifest import MOST_HEADER_BYTES, StoredTensor, is_manifest, plain_names, tensor_entry
@@ -52,10 +46,7 @@ class NamedWeights:
         return {} if self.place is None else {name.step: name for name in self.place.names()}
 
     def tensors(self, step: int | None = None, *, is_plain: bool = False) -> Iterator[NamedTensor]:
-        """Yields the tensors of a kept step, by default the newest, or of the file; raises StorageError.
-
-        `is_plain`: only those that a state_dict has, by its names.
-        """
+        """Yields the tensors of a step, by default the newest; `is_plain`: of a state_dict. Raises StorageError."""
         if self.file is not None:
             yield from _of_files(self.file)
             return
@@ -114,10 +105,7 @@ def rows_of_chain(run: RunFolder) -> list[TrajectoryRow]:
 
 
 class WeightsComparison(NamedTuple):
-    """The comparison of two named weights: by rows, by tensors, or by both where the rows differ.
-
-    `steps` are those whose tensors were compared; None of a file. `num_tensors` is 0 if none were.
-    """
+    """The comparison of two named weights, by rows or by tensors, of these `steps`; a file has None."""
 
     rows: RowsEquality | None = None
     tensor: TensorDifference | None = None

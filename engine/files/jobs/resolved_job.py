@@ -44,10 +44,7 @@ def secret_arguments(job: Job) -> list[str]:
 
 
 def explain(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
-    """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own.
-
-    Secret values are masked. With NCCL, the variables that its workers set follow.
-    """
+    """Returns (field, value, origin) of each field and argument, secrets masked, and of NCCL's variables."""
     job = resolved.job.masked
     rows: list[tuple[str, object, str]] = []
     for field in fields(Job):
@@ -59,9 +56,7 @@ def explain(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
         from engine.files.accelerators import nccl_settings
 
         settings = nccl_settings("<number>", shares=resolved.job.share_gpu, environment=os.environ)
-        rows += [(name, value, _set_by(name, value)) for name, value in settings.items()]
+        for name, value in settings.items():
+            is_set = os.environ.get(name) == value
+            rows.append((name, value, "environment" if is_set else "each worker, before NCCL is loaded"))
     return rows
-
-
-def _set_by(name: str, value: str) -> str:
-    return "environment" if os.environ.get(name) == value else "each worker, before NCCL is loaded"

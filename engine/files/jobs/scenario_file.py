@@ -90,10 +90,7 @@ def shown_path(path: Path) -> str:
 
 @dataclass(slots=True)
 class ScenarioJobs:
-    """Finds the layers of the jobs of one file, and reads each job file once.
-
-    `path` is the scenario or matrix file, `settings` are the ``FIELD=VALUE`` of each ``--set``.
-    """
+    """Finds the job layers of one scenario or matrix file, with these `settings`; reads each job file once."""
 
     path: Path
     settings: Iterable[str] = ()
@@ -152,11 +149,9 @@ def _own_fields(part: Document) -> Layer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedScenario:
-    """A scenario with its file, the faults that its seed draws, and the source of its job.
+    """A scenario with its file, the faults of its seed, and the source of its job; no `document` if a program made it.
 
-    `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job, and
-    `foreign` has the values that a run takes with ``--trust-code`` only. A scenario that a program made has no
-    `document`.
+    `settings` overrode its job, `origins` has the place of each value, `foreign` those that need ``--trust-code``.
     """
 
     path: Path
@@ -218,10 +213,7 @@ def load_document(
     *,
     to_attach: bool = False,
 ) -> LoadedScenario:
-    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.
-
-    Scenarios of one file can share `jobs`, which then have the same settings.
-    """
+    """Returns the scenario of a document; raises as `load_scenario`. Scenarios of one file share `jobs`."""
     (document, first), settings = _in_one_list(document), tuple(settings)
     reading = Reading(document, list(document.problems))
     source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
@@ -306,10 +298,7 @@ def _scenario(
     *,
     to_attach: bool = False,
 ) -> Scenario | None:
-    """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid.
-
-    `expect` stands in place of the document's own expectations.
-    """
+    """Returns the scenario of a document, with `expect` if given; None, with its problems reported, if invalid."""
     document = reading.document
     if document.value is None and not document.problems:
         reading.refuse((), "a scenario", "an empty file")

@@ -33,10 +33,7 @@ _TEMPLATES = {JOB: "starter_job.j2", SCENARIO: "starter_scenario.j2", MATRIX: "s
 
 
 def reference(installed: Distribution | None = None) -> str:
-    """Returns the place from which pip can install this bamboo elsewhere; empty if it is not known.
-
-    It is the repository and commit, or the archive, from which bamboo was `installed`; else its project's repository.
-    """
+    """Returns the place from which pip can get this bamboo: where it was `installed` from, else the repository."""
     package = installed or distribution("bamboo-train")
     origin: dict[str, Any] = json.loads(package.read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))
@@ -71,10 +68,7 @@ def constraints() -> str:
 def starter(
     ci: CiSystem = "none", model: str = "mlp", data: str = "", stages: int = 3, args: Mapping[str, Scalar] | None = None
 ) -> dict[str, str]:
-    """Returns the files for a new project, of a job with this model and data: path below the user's folder -> text.
-
-    `args` has arguments of the factories by dotted name, such as `model_args.path`.
-    """
+    """Returns the files of a new project, path -> text, for a job with this model and data, and their `args`."""
     values: dict[str, Any] = {"model": model, "data": data, "stages": stages, "model_args": {}, "data_args": {}}
     for name, value in (args or {}).items():
         field, _, argument = name.partition(".")

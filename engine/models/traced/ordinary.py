@@ -73,10 +73,7 @@ class OutputLoss:
 
 
 def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None) -> Model:
-    """Returns the model whose layers are pieces of `module`; raises UserError if it cannot be recorded or cut.
-
-    It is recorded with the inputs that were `given`, else with the first microbatch.
-    """
+    """Returns the model of pieces of `module`, recorded with the `given` inputs or a microbatch; raises UserError."""
     refuse_what_cannot_be_kept({0: module})
     if limits := token_limits(module):
         limit_rows(data, limits)

@@ -39,10 +39,7 @@ _INPUTS_HINT = "give the targets as an input of the data too, and compute the lo
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """The operations of one piece in order, the values that enter it, and the tensors that leave it.
-
-    `copied` are the entering values that it overwrites.
-    """
+    """A piece's operations in order, the values that enter it, those it overwrites, the tensors that leave it."""
 
     operations: tuple[TorchCall, ...]
     entering: tuple[TracedValue | NamedState, ...]
@@ -69,10 +66,7 @@ class Splitter:
         self._last_use = self._last_uses()
 
     def crossing(self, cut: int) -> tuple[TracedValue, ...]:
-        """Returns the values that later pieces read and earlier ones make, in order of type and shape, then of time.
-
-        Training and evaluation may make the same values in another order: a dropout is one operation more.
-        """
+        """Returns the values that later pieces read and earlier ones make, by type, shape and time."""
         values = (value for value, last in self._last_use.items() if last >= cut and self._made_at(value) < cut)
         return tuple(sorted(values, key=self._rank))
 

@@ -57,10 +57,7 @@ class Example(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """The call of the forward, and the tensors in it: the inputs of the microbatch, and the targets that it takes.
-
-    A forward that takes all columns as one dict `may_ignore_targets`: its result tells.
-    """
+    """The call of the forward, and the tensors in it: the microbatch's inputs, and the targets that it takes."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -77,10 +74,7 @@ class OpenedParts(NamedTuple):
 
 
 def recorded(module: nn.Module, example: Example, opening: OpenedParts, is_training: bool) -> Trace:
-    """Returns the record of one forward of a module that is opened so far.
-
-    Raises UnrecordableError for a line that cannot be recorded, UserError for a result that has no output or no loss.
-    """
+    """Returns the record of a forward; raises UnrecordableError for a line, UserError without output or loss."""
     copied = _copy(module, is_training)
     call = bound(copied, example)
     before = {place.name: tensor for place, tensor in places_of(copied)}

@@ -223,10 +223,7 @@ _EXPECTED = "a module whose forward does the same torch operations for every mic
 
 
 class UnrecordableError(Exception):
-    """A line of the user's forward cannot be recorded; `path` is the submodule that ran it, empty for the model.
-
-    With `is_checkable` the line reads a value that each microbatch can compare.
-    """
+    """A line of submodule `path` cannot be recorded; with `is_checkable` it reads a value to compare instead."""
 
     def __init__(self, words: str, hint: str, line: CodeLine, path: str):
         super().__init__(words)
@@ -259,10 +256,7 @@ def _text_of(line: CodeLine) -> str:
 
 
 def own_line(but: Collection[str] = ()) -> CodeLine:
-    """Returns the innermost line of the user's code that is running, that of an installed package if there is none.
-
-    Lines of the files `but` do not count: they work for the line that calls them.
-    """
+    """Returns the innermost running line of the user's code, or of a package; lines of the files `but` do not count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename in but or not is_own(frame.f_code.co_filename)):
         frame = frame.f_back

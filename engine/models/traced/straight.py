@@ -68,10 +68,7 @@ def _is_unwritten(name: str) -> bool:
 
 
 def first_alike(pieces: Sequence[Piece], straight: Collection[int]) -> dict[int, int]:
-    """Returns for each straight piece the first one that runs the same operations on tensors of the same sizes.
-
-    The last piece is left out, because the loss belongs to it.
-    """
+    """Returns for each straight piece, but the last, the first with the same operations and sizes."""
     first: dict[object, int] = {}
     return {each: first.setdefault(_content(pieces[each]), each) for each in sorted(straight) if each + 1 < len(pieces)}
 

@@ -34,10 +34,7 @@ GridCell = tuple[str, CellResult | None]  # its name and its result; None if it 
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """The fields of a grid: row and column names, and the cells of each (row, column), the worst result first.
-
-    `axis` is the title of the rows.
-    """
+    """A grid's names of rows and columns, the title of its rows, and the cells of each field, the worst first."""
 
     axis: str
     rows: tuple[str, ...]
@@ -85,10 +82,7 @@ def _row(name: str, labels: Labels) -> str:
 
 
 def grid_parts(grid: CellGrid, width: int | None = None) -> list[tuple[str, str]]:
-    """Returns the grid for a terminal of `width` columns, or for any width; faults without room stand below.
-
-    Each part has its text and a letter, which is the text of a field, and empty for other texts.
-    """
+    """Returns the grid for a terminal of `width`, as texts with the letter of their field; other faults below."""
     first = max((len(row) for row in grid.rows), default=0)
     blocks: list[list[tuple[str, list[str]]]] = [[]]
     for group in column_groups(grid.columns):

@@ -156,10 +156,7 @@ class Agent:
         results: RunState | None = None,
         own_host: str = "",
     ):
-        """`members` begin after the checkpoint `begins`, and after the agent `before`.
-
-        `results`: of a run taken over.
-        """
+        """`members` begin after the checkpoint `begins` and the agent `before`; `results` are of a run taken over."""
         after = begun_with(begins)
         self.run_state: RunState = results or RunState(job, after) if before is None else before.run_state.again(after)
         self.members, self.recorder = members, recorder
@@ -209,10 +206,7 @@ class Agent:
                 self.injector.sees(worker, "raised", message.exception.error)
 
     def take_own_part(self, member: WorkerHandle, message: Message) -> bool:
-        """Handles the agent's part in a message; returns whether that is all, and no matter of the coordinator.
-
-        Raises the errors of the run that the message shows.
-        """
+        """Handles the agent's part in a message; returns whether that is all. Raises the errors that it reports."""
         if (take := _OWN_PARTS.get(type(message))) is not None:
             take(self, member, message)
         return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage | LinkWantedMessage)
@@ -458,7 +452,6 @@ class Agent:
 
     @property
     def _keeps_last(self) -> bool:
-        """Whether the last committed step is kept now that the run ends."""
         if not self.checkpoints.place or self.is_restarting or self.host.is_forced:
             return False
         return self.interrupted is not None if self.cause is None else keeps_last(self.cause.exit_code)

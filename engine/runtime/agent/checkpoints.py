@@ -62,10 +62,7 @@ class _Spare(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run, at the place of its `keeper`; none without a place.
-
-    `origin` is the checkpoint that the workers begin with.
-    """
+    """The checkpoints of a run at the place of its `keeper`, if it has one; `origin` is the one it begins with."""
 
     def __init__(self, keeper: Keeper, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
         self.place, self._keeper = keeper.place, keeper
@@ -93,10 +90,7 @@ class Checkpoints:
     def newest_good(
         self, place: str, run: str, step: int | None, before: int | None
     ) -> tuple[NewestGood, str, Monitors]:
-        """Returns the newest good checkpoint of a run older than `before`, the hash of its given weights, its monitors.
-
-        Raises StorageError if its place does not answer.
-        """
+        """Returns a run's newest good checkpoint before a step, its given weights' hash, its monitors, or raises."""
         self._keeper.begin()
         good, init, refused, monitors = self._keeper.ask("newest good", place, run, step, before, limit_s=_READ_S)
         reasons = tuple(RefusedCheckpoint(CheckpointName(*name), reason) for name, reason in refused)
@@ -144,10 +138,7 @@ class Checkpoints:
         self._go_on(gathering.close(self._gathering, step, hashes))
 
     def close(self) -> None:
-        """Gives up the checkpoints that are not whole, and waits for the manifests of the others, at most `_END_S`.
-
-        Then the parts of this run without a manifest are removed. A keeper whose disk does not answer is given up.
-        """
+        """Gives up incomplete checkpoints, waits `_END_S` for the other manifests, and removes spare parts."""
         self._go_on(gathering.give_up_all(self._gathering))
         if self.place:
             self._orders.put(None)

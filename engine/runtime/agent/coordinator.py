@@ -72,10 +72,9 @@ class Coordinator:
         self._transact(Txn((election.fence, unchanged), (*changes, status)))
 
     def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
-        """Applies an input as one transaction and returns the outputs.
+        """Applies an input as one transaction and returns the outputs; raises the errors of the machine.
 
-        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written, and the
-        errors of the machine.
+        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written.
         """
         new, outputs = step(self.state, given)
         if is_to_be_kept(self.state, new, given, outputs):
@@ -133,7 +132,6 @@ def _read_verdicts(entry: KeyValue | None) -> list[tuple[int, str]]:
 
 
 def _changes(old: CoordinatorState, new: CoordinatorState, verdicts: list[tuple[int, str]]) -> list[Change]:
-    """Returns the changes of the keys for readers."""
     was, now = old.membership, new.membership
     changes: list[Change] = [Put("status", now.phase.encode())]
     if now.epoch != was.epoch:
@@ -161,12 +159,7 @@ class Node:
     """This host in the store of one run; its agent is the coordinator. A thread may keep its lease, then `kept`."""
 
     def __init__(
-        self,
-        kv: KV,
-        first: CoordinatorState,
-        now_ns: int,
-        kept: Lease | None = None,
-        ttl_s: int = LEASE_TTL_S,
+        self, kv: KV, first: CoordinatorState, now_ns: int, kept: Lease | None = None, ttl_s: int = LEASE_TTL_S
     ):
         self.name = socket.gethostname()
         self._kv = kv
@@ -277,10 +270,7 @@ def join_store(
     recorder: Recorder,
     kept: Lease | None = None,
 ) -> Node:
-    """Connects this host to the store, or to a private one that it starts; `stack` releases all of it.
-
-    A thread renews the lease `kept`.
-    """
+    """Connects this host to the store, or to a private one, until `stack` closes; a thread renews the lease `kept`."""
     private = EmbeddedEtcd(logs) if etcd is None else None
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
     if private is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from ipaddress import ip_address
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 from engine.codec.values import read, text_of
 from engine.core.deadlines import LEASE_MORE, RENEWAL, RoundTrips
@@ -175,14 +175,12 @@ _REFUSED_S = 30
 _OUTCOME_S = 3600
 _ELECTION_S = 10.0
 _POLL_S = 0.1
+_Awaited = TypeVar("_Awaited")
 
 
 @dataclass(frozen=True, slots=True)
 class ElectedHost:
-    """The host that coordinates a run: where it listens, the hosts of the run, and the certificate of the run.
-
-    It had heard so many decisions when it was elected, none if it has begun the run.
-    """
+    """The coordinating host: its address, the run's hosts and certificate, and the decisions it knew when elected."""
 
     name: str
     incarnation: str
@@ -286,10 +284,10 @@ class HostRegistry(HostKeys):
                 raise UserError([Problem("--node", "a name that no other host of the run has", self.own.name, hint)])
 
     def gathered(self, wanted: Sequence[str], number: int, patience_s: float) -> list[RegisteredHost]:
-        """Waits for the hosts of a run, or until one of them was elected; returns those that came first.
+        """Waits for the hosts of a run, by name if `wanted`, or until one was elected; returns those that came first.
 
-        `wanted` has their names, or is empty. Raises EnvironmentLacksError for hosts that are missing or do not agree,
-        CoordinatorUnavailableError for a run that another host has begun without this one.
+        Raises EnvironmentLacksError for hosts that are missing or disagree, CoordinatorUnavailableError if a run has
+        begun without this host.
         """
         until_s = time.monotonic() + patience_s
         while True:
@@ -302,7 +300,9 @@ class HostRegistry(HostKeys):
                 if unequal := differences(hosts):
                     self._refuse(hosts, "\n".join([*unequal, "all hosts of a run need the same values"]))
                 return hosts
-            self._look_for_refusal()
+            entry = self._kv.get(_REFUSED)
+            if entry is not None and self.own.incarnation in (refusal := read(entry.value, Refusal, "refusal")).hosts:
+                raise EnvironmentLacksError(refusal.why)
             if time.monotonic() >= until_s:
                 raise EnvironmentLacksError(_missing(hosts, wanted, number, patience_s))
             rest(_POLL_S)
@@ -313,11 +313,6 @@ class HostRegistry(HostKeys):
         self._kv.put(_REFUSED, text_of(refusal).encode(), self._kv.grant(_REFUSED_S))
         raise EnvironmentLacksError(why)
 
-    def _look_for_refusal(self) -> None:
-        entry = self._kv.get(_REFUSED)
-        if entry is not None and self.own.incarnation in (refusal := read(entry.value, Refusal, "refusal")).hosts:
-            raise EnvironmentLacksError(refusal.why)
-
     def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
         """Tries to make this host the one that coordinates; returns whether it is."""
         names = tuple(each.name for each in hosts)
@@ -326,10 +321,7 @@ class HostRegistry(HostKeys):
         return self._stands(ElectedHost(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
 
     def succeed(self, before: ElectedHost, place: str, heard: int) -> ElectedHost | None:
-        """Tries to put this host in the place of one that is lost; None if another host is, or the run is over.
-
-        It has `heard` so many decisions; the other hosts tell it the later ones.
-        """
+        """Tries to elect this host, which knows `heard` decisions; None if another is elected or the run is over."""
         own, lease_id = self.own, self._lease.lease_id
         value = replace(before, name=own.name, incarnation=own.incarnation, place=place, lease_id=lease_id)
         value = replace(value, heard=heard)
@@ -383,19 +375,16 @@ class HostRegistry(HostKeys):
         for prefix in (*prefixes, _BEGUN):
             self._kv.delete_prefix(prefix)
 
-    def waited_for_elected(self, patience_s: float = _ELECTION_S) -> ElectedHost | None:
-        """Returns the host that was elected, None if there is none after a time."""
-        until_s = time.monotonic() + patience_s
-        while (host := self.elected()) is None and time.monotonic() < until_s:
-            rest(_POLL_S)
-        return host
+    def waited_for_elected(self) -> ElectedHost | None:
+        """Returns the elected host, None if there is none after a time."""
+        return self.waited(self.elected, _ELECTION_S)
 
-    def waited(self, look: Callable[[], HostOutcome | None], patience_s: float) -> HostOutcome | None:
-        """Returns the outcome as soon as there is one, None after a time."""
+    def waited(self, look: Callable[[], _Awaited | None], patience_s: float) -> _Awaited | None:
+        """Returns what `look` returns, as soon as there is something; None after a time."""
         until_s = time.monotonic() + patience_s
-        while (outcome := look()) is None and time.monotonic() < until_s:
+        while (value := look()) is None and time.monotonic() < until_s:
             rest(_POLL_S)
-        return outcome
+        return value
 
 
 def _missing(hosts: Sequence[RegisteredHost], wanted: Sequence[str], number: int, patience_s: float) -> str:

@@ -137,10 +137,7 @@ class ReplayBuffer:
 
 
 class WelcomeCache:
-    """What the workers of a host were told since they were started last: their welcomes, the cut and the borders.
-
-    Workers that begin again have another start.
-    """
+    """What the workers of a host were told since their last start: their welcomes, the cut and the borders."""
 
     def __init__(self) -> None:
         self._start = ""

@@ -272,10 +272,9 @@ class HostWorkers:
         is_over: Callable[[], bool],
         each_second: Callable[[str], None] = lambda chief: None,
     ) -> None:
-        """Runs until the outcome has come, all workers have left after a notice, or `is_over` says so.
+        """Runs until the outcome has come, all workers have left, or, while `is_alone`, `is_over` says so.
 
-        That is asked while the host `is_alone`, without a stream. Without `interrupts` another loop has the signals.
-        `each_second` gets the name of the host that coordinates.
+        Without `interrupts` another loop handles signals; `each_second` gets the name of the coordinating host.
         """
         if interrupts is not None:
             self._workers.add(interrupts, partial(self._interrupted, interrupts))
@@ -298,18 +297,14 @@ class HostWorkers:
                 return
             is_due = time.monotonic() - looked_s >= _LOOK_S
             if is_due or not is_timed:
-                is_timed = self._record_clock()
+                is_timed = (bounds := self._bounds) is not None
+                if bounds is not None:
+                    self._recorder.write(ClockRecord(of=self._chief, least_ns=bounds.least_ns, most_ns=bounds.most_ns))
             if is_due:
                 looked_s = time.monotonic()
                 each_second(self._chief)
             if is_alone() and is_over():
                 return
-
-    def _record_clock(self) -> bool:
-        if (bounds := self._bounds) is None:
-            return False
-        self._recorder.write(ClockRecord(of=self._chief, least_ns=bounds.least_ns, most_ns=bounds.most_ns))
-        return True
 
     def close(self) -> None:
         """Ends all workers, and keeps no records any more."""

@@ -43,7 +43,7 @@ from engine.core.faults.injection import (
     taken_over,
 )
 from engine.core.history.process_records import RefusedRecord, RequestRecord
-from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
+from engine.core.history.run_records import FaultRecord, UnconfirmedRecord
 from engine.core.job.job import Job
 from engine.core.protocol.events import RecoveryPhase
 from engine.core.protocol.inputs_outputs import Place
@@ -54,8 +54,6 @@ from engine.runtime.faults.registry import registered, worker_kinds
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.recorder import Recorder
-
-AnyFaultRecord = FaultRecord | ConfirmedRecord | UnconfirmedRecord
 
 
 class Injector:
@@ -135,15 +133,12 @@ class Injector:
         for output in outputs:
             self._carry_out(output)
 
-    def _with_node(self, record: AnyFaultRecord) -> AnyFaultRecord:
-        """Returns a record with the host of the victim."""
-        if not isinstance(record, FaultRecord) or record.of not in self._members:
-            return record
-        return replace(record, node=self._members[record.of].host)
-
     def _carry_out(self, output: InjectionOutput) -> None:
         if isinstance(output, RecordFault):
-            self._recorder.write(self._with_node(output.record))
+            record = output.record
+            if isinstance(record, FaultRecord) and record.of in self._members:
+                record = replace(record, node=self._members[record.of].host)
+            self._recorder.write(record)
         elif isinstance(output, SendSignal):
             self._members[output.worker].child.signal(signal.Signals(output.number))
         elif isinstance(output, LookAtVictim):
@@ -228,7 +223,6 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
 
 
 def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str]) -> str:
-    """Returns the first problem of a fault, empty for none."""
     if not isinstance(fault.id, str) or not _ID.fullmatch(fault.id) or ids.count(fault.id) > 1:
         return "expected a unique id of letters, digits and . _ : @ -"
     if not isinstance(fault.do, str) or fault.do not in registered():

@@ -31,10 +31,7 @@ _NAME = "bamboo-keeper"
 
 
 def place_of(job: Job, run: str) -> str:
-    """Returns the folder or the URL of the checkpoints of a job that runs in the folder `run`; empty if it keeps none.
-
-    A path is absolute. Without a folder of the run there are none.
-    """
+    """Returns the absolute path or the URL of a job's checkpoints, by default in folder `run`; empty for none."""
     if not run or not keeps_any(job.checkpoint_every):
         return ""
     if is_url(job.checkpoints):
@@ -43,10 +40,10 @@ def place_of(job: Job, run: str) -> str:
 
 
 class Keeper(HelperProcess):
-    """The keeper of the checkpoints of a run, as a context; `start` starts one, which gets a descriptor.
+    """The keeper of the checkpoints of a run in `folder`, as a context; `start` starts it with a descriptor.
 
-    `folder` is that of the run, `heir` the name of the one with which another host goes on with it. The main thread
-    starts a keeper. Any thread asks, one at a time.
+    `heir` names the folder with which another host continues. The main thread starts it; any thread asks, one at a
+    time.
     """
 
     def __init__(self, start: StartAway, job: Job, folder: str, heir: str = ""):
@@ -74,10 +71,7 @@ class Keeper(HelperProcess):
             required(self.near, "a keeper has begun").sendall(line([*self._given, self.number]))
 
     def ask(self, name: str, *given: Any, limit_s: float | None = None) -> Any:
-        """Returns the answer of a function of `disk_work.WORK`; raises StorageError for its error, and without answer.
-
-        Without an answer within `limit_s` the keeper is given up.
-        """
+        """Returns the answer of a function of `disk_work.WORK` in `limit_s`, else is given up; raises StorageError."""
         with self._asking:
             answer = self._answer(line([name, *given]), limit_s)
         if not answer.endswith(b"\n"):

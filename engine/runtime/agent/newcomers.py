@@ -61,10 +61,7 @@ def look_at_memory(
 
 
 def _memory_of(job: Job, known: State) -> Callable[[], int | None]:
-    """Returns what reads the free memory for the workers of a job.
-
-    That of a GPU is not that of the host, and that of other hosts is not known here.
-    """
+    """Returns what reads the free memory for a job's workers, if that of this host is theirs."""
     is_known = job.device == "cpu" and len({*known.nodes.values()}) < 2
     return _free_bytes if is_known else lambda: None
 

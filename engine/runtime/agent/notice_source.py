@@ -162,10 +162,7 @@ class NoticeSource:
                 self._tell(agent, answer)
 
     def _tell(self, agent: NoticeTarget, notice: NoticeAnswer) -> None:
-        """Gives the workers that a notice names theirs, each process once: all workers may begin again.
-
-        If it names all members, waiting workers take over, or the run ends.
-        """
+        """Passes a notice on to the workers that it names, once per process; if it names all, the run may end."""
         state = agent.node.state
         members, waiting = set(state.members), set(state.able_to_join)
         here = {worker: each.child for worker, each in agent.members.items() if each.exit_code is None}

@@ -157,10 +157,9 @@ def _become(name: str, work: Callable[[int], object], fd: int) -> NoReturn:
 
 
 def answered(place: str, work: Callable[[], Any], limit_s: float = 0.0) -> Any:
-    """Returns the result of a work on a disk, plain values, which a fork of this process does.
+    """Returns the plain result of a work on a disk, done by a fork; raises its errors.
 
-    Raises the errors of the work, and StorageError if `place`, on that disk, does not answer within the limit, by
-    default `LIMIT_S`.
+    Raises StorageError if `place`, on that disk, does not answer within the limit, by default `LIMIT_S`.
     """
 
     def tell(fd: int) -> None:
@@ -300,7 +299,6 @@ class Orders(HelperProcess):
         return question
 
     def _refuse_late(self) -> None:
-        """Gives up a disk whose oldest question is late."""
         if self._questions and time.monotonic() - self._questions[0].asked_s > self._questions[0].limit_s:
             self._stop_waiting(self._questions[0].limit_s)
 

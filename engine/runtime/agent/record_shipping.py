@@ -42,10 +42,7 @@ _kind = lru_cache(maxsize=1 << 14)(step_file)
 
 
 class RecordShipper:
-    """Ships the records in `folder`, which are of host `own`, over `end`; and those kept of hosts that `relays` names.
-
-    `relays` is asked whether this host ships its copy of the records of another host.
-    """
+    """Ships host `own`'s records in `folder` over `end`, and the copies of those hosts that `relays` accepts."""
 
     def __init__(self, own: str, folder: Path, end: StreamEnd, relays: Callable[[str], bool]):
         self._own, self._folder, self._end, self._relays = own, folder, end, relays

@@ -236,10 +236,7 @@ class RemoteSpawner(Spawner):
     def start_worker(
         self, worker: int, log: Path, fds: Sequence[int], board: ProgressBoard, role: str = "worker"
     ) -> Started:
-        """Starts a worker on the other host, whose agent gives it a log, records and a board there.
-
-        If the host is lost, the process counts as ended with it. Raises EnvironmentLacksError if the host cannot fork.
-        """
+        """Starts a worker there, with its files; it ends with the host. Raises EnvironmentLacksError if it cannot."""
         ensure(role == "worker", f"another host runs workers, and no {role}")
         self._number += 1
         process = RemoteProcess(self._number, worker, self.peer.end.send, self.mailbox)

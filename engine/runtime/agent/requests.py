@@ -143,10 +143,7 @@ _MOST_WORKERS = 4096  # numbers of one run
 
 
 class WorkerControls(NamedTuple):
-    """The means for requests: `start` starts a worker and returns its number, `notify` gives notice.
-
-    `notify` returns False if there is no such worker; `is_stopping` if the run ends already.
-    """
+    """The means for requests: `start` returns a worker's number, `notify` False if there is no such worker."""
 
     start: Callable[[bool], int]
     notify: Callable[[int], bool]

@@ -189,10 +189,7 @@ class RunState:
         return f"last committed step {self.committed}" if self.committed >= 0 else "no step was committed"
 
     def audit(self, worker: int, audit: AuditMessage) -> None:
-        """Adds the hashes of some layers of a replica; raises ReplicasDifferError if replicas disagree.
-
-        A replica that is healed after a checkpoint was taken has those of a step before the first one.
-        """
+        """Adds a replica's hashes, after a heal perhaps of a step before the first; raises ReplicasDifferError."""
         if audit.step == self.committed > self._closed:
             hashes = {layer: (state, buffers) for layer, state, buffers, _, _ in audit.rows}
             marks = {layer: (of_state, of_buffers) for layer, _, _, of_state, of_buffers in audit.rows}
@@ -220,10 +217,10 @@ class RunState:
     def error_of(
         self, member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, has_commit: bool
     ) -> BambooError:
-        """Returns the error that a worker's last message reports.
+        """Returns the error of a worker's last message.
 
-        An exception of the user's code before the first commit is the user's mistake: no training is lost. A job that
-        does not fit into its GPUs lacks something of the machine.
+        Before the first commit, an exception of the user's code is the user's mistake, and too little GPU memory is the
+        machine's.
         """
         if isinstance(last, RefusedMessage):
             return UserError(last.problems)
@@ -246,10 +243,7 @@ class RunState:
         return WorkerFailedError(f"{words}; full text in {member.log}")
 
     def first_to_raise(self, worker: int, last: RaisedMessage) -> int:
-        """Returns the worker that was the first to raise an exception in its step: `worker`, or one before it.
-
-        A failure of a GPU is of each worker's own.
-        """
+        """Returns the first worker that raised in its step: `worker` or an earlier one; each GPU fails for itself."""
         if last.exception.gpu:
             return worker
         return self._raised.setdefault((last.step, last.exception.kind), worker)
@@ -265,10 +259,7 @@ class RunState:
         self.validations[outcome.step] = outcome.sets
 
     def best(self) -> int | None:
-        """Returns the step whose validation is the best by the field `best` of the job; None without one.
-
-        A run that was resumed goes on with the best one before it.
-        """
+        """Returns the step that is best by the job's field `best`, or of the run before a resume; None without one."""
         best = self.monitors.best
         return best.step if self.job.best and best.value is not None else None
 
@@ -304,10 +295,7 @@ LEFT = "left"  # all workers of this host have left after a notice; the run cont
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker in a picture; `silent_s` since its last message, and `inside_s` in the action that it computes.
-
-    `doing` is the part of the start that it has been in for seconds, in words.
-    """
+    """One worker in a picture: seconds since its last message and in its action; `doing`: a slow part of its start."""
 
     worker: int
     pid: int
@@ -430,10 +418,9 @@ class InheritedRun(NamedTuple):
 
 
 class FailoverContext(NamedTuple):
-    """What a session has beside its servers: its scribe; on a host of several a lease and a run to go on with.
+    """What a session has beside its servers: a scribe, else it waits for the disk itself; with several hosts a lease.
 
-    A thread keeps the lease. The `folder` is there if this host has served another one before. Without a run all
-    workers begin again. Without a scribe this process waits for the disk itself.
+    `folder` and `taken` are of a run to continue; without `taken` all workers begin again.
     """
 
     lease: Lease | None = None

@@ -165,7 +165,6 @@ def _read(desk: RunWriter, path: str) -> None:
 
 
 def _seal(desk: RunWriter, folder: str, ended: str) -> None:
-    """Seals the evidence of a run, and appends the end of its command."""
     seal = replace(seal_of(Path(folder), desk.goes_on), worker=AGENT, pid=desk.pid, at_ns=time.monotonic_ns())
     add_lines(RunFolder(Path(folder)).events, [encoded(seal), ended], desk.pid)
 

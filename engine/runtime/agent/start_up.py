@@ -42,10 +42,10 @@ def recording(
     scribe: Scribe | None = None,
     is_new: bool = True,
 ) -> tuple[Recorder, tuple[int, int]]:
-    """Opens the files of a run's records, and returns their descriptors for the workers; a `server` hears of records.
+    """Opens the files of a run's records; returns the recorder, and descriptors for the workers.
 
-    The first record of new files is the job, the second one the host if it is given. Without a `scribe` this process
-    waits for the disk itself.
+    New files begin with the job and the host, if given. A `server` hears of records; without a `scribe` this process
+    waits.
     """
     tell = None if server is None else server.hear
     recorder, record_fds = (_opened if scribe is None else scribe.recorder)(events, job, tell)
@@ -74,10 +74,7 @@ _FILES, _FILES_PER_WORKER = 256, 8  # that this process may have open: of a work
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group.
-
-    `folder` is the one in which the run began. `numbers` has each worker that was ever started.
-    """
+    """All that workers of a run start with, until `stack` ends them; `numbers` are of all that were ever started."""
 
     stack: contextlib.ExitStack
     server: Spawner
@@ -148,10 +145,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """The workers of a run since its last start, and all that one more of them is started with.
-
-    Each gets the same `greeting`; `last` is the greatest number of those that another host had.
-    """
+    """The workers since the last start, and what starts one more: the `greeting`, and `last`, the greatest number."""
 
     launch: LaunchSpec
     board: ProgressBoard

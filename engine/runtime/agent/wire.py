@@ -90,10 +90,7 @@ class StreamEnd:
         return connection == self._connection
 
     def resume(self, connection: int, received: int) -> None:
-        """Lets a connection send all that follows after the frames that the other end has received.
-
-        Raises InvariantError for a number that the other end cannot have received.
-        """
+        """Sends what follows the frames received over there; raises InvariantError for an impossible number."""
         with self._changed:
             if connection == self._connection:
                 if received < self._first:
@@ -134,10 +131,7 @@ class StreamEnd:
             pass
 
     def bundles(self, connection: int) -> Iterator[list[bytes]]:
-        """Yields the frames of a connection, as many at a time as are due and fit a bundle.
-
-        Ends when another connection has begun, or this end is closed and all is sent.
-        """
+        """Yields a connection's frames in bundles as they are due, until another begins, or all is sent and closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over(connection) or self._is_due())
@@ -320,7 +314,6 @@ class WireServer:
         )
 
     def _read(self, peer: HostPeer, connection: int, requests: Iterator[bytes], context: Any) -> None:
-        """Delivers the frames of one connection until it ends."""
         try:
             for data in requests:
                 if not peer.take_all(connection, data):

@@ -82,20 +82,11 @@ class WorkerHandle:
 
 
 def start_workers(
-    server: Spawner,
-    ownership: Ownership,
-    record_fds: Sequence[int],
-    board: ProgressBoard,
-    logs: Path,
-    more_fds: Sequence[int] = (),
-    role: str = "worker",
+    server: Spawner, ownership: Ownership, record_fds: Sequence[int], board: ProgressBoard, logs: Path, role: str
 ) -> dict[int, WorkerHandle]:
-    """Forks one process for each worker of an ownership; its output goes to ``logs/worker-N.log``.
-
-    Each gets its link, the `record_fds` (the events file and the folder of steps), the progress board, and `more_fds`.
-    """
+    """Forks a process per worker, with ``logs/worker-N.log``, its link, the `record_fds` and the progress board."""
     with server.forking():
-        fds = (*record_fds, board.fd, *more_fds)
+        fds = (*record_fds, board.fd)
         return {
             worker: start_worker(server, worker, ownership, fds, board, logs, role) for worker in ownership.workers()
         }
@@ -129,10 +120,7 @@ def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:
 
 
 def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None, judged: Collection[int]) -> Looks:
-    """Returns the sights of workers that have not ended, those from whose hosts nothing comes, the words of hosts.
-
-    Only the `judged` ones are looked at: a look takes two files of the kernel, and there may be many waiting workers.
-    """
+    """Returns the sights of `judged` living workers, those whose hosts are silent, and the words of hosts."""
     living = [each for each in members if each.exit_code is None]
     looked_at = {*judged}
     seen = {each.worker: each.child.sight(each.worker, board) for each in living if each.worker in looked_at and board}

@@ -231,10 +231,7 @@ def _fill(stage: Stage, index: int, read: _Named) -> None:
 
 
 def _like(weight: Tensor, optimizer: LayerOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Returns a copy of a state tensor: the same shard as of its weight, if it has the shape of the weight.
-
-    It is on the device of the weights, except for numbers and the count of steps, as with torch's `load_state_dict`.
-    """
+    """Returns a copy of a state tensor, sharded as its weight and on its device, but for numbers and step counts."""
     if key != "step" and ":" not in key and (own := next(iter(optimizer.kept.values()), None)) is not None:
         tensor = tensor.to(own.device)
     return (optimizer.shard.of(tensor) if tensor.shape == weight.shape else tensor).clone()

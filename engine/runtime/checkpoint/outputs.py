@@ -109,10 +109,7 @@ def refuse_output(output: Path) -> None:
 
 
 def write_merged(output: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes merged outputs to a file that the user named; ``.npy`` and ``.csv`` take one, and CSV has a row for each.
-
-    Raises UserError for more outputs than the form takes, StorageError if it cannot be written.
-    """
+    """Writes merged outputs to the user's file, ``.npy`` and ``.csv`` one; raises UserError or StorageError."""
     from safetensors.torch import save
 
     refuse_output(output)

@@ -66,10 +66,7 @@ NamedTensors = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """The tensors of one layer, or of one shard of it, by their names in a checkpoint.
-
-    The next step changes `live`; `fixed` does not change any more. For the rest see `StateDictNames`.
-    """
+    """The tensors of a layer or shard by name; the next step changes `live`, not `fixed`. See `StateDictNames`."""
 
     layer: int
     shard: int

@@ -84,10 +84,7 @@ class Copies:
     def when_fetched(
         self, leaving: Leaving, give_on: Callable[[_Tensors], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Passes on the copies on the host once they are complete, in the order of these calls.
-
-        On a GPU a thread does it, and `failed` gets its exception.
-        """
+        """Passes on the copies on the host once they are complete, in order; on a GPU `failed` gets the exception."""
         give_on(leaving)  # type: ignore[arg-type]
 
     def when_computed(

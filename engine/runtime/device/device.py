@@ -104,10 +104,7 @@ class Device:
             yield
 
     def unfinished(self) -> str:
-        """Returns the name of a GPU that has not finished the main thread's work, else an empty string; never waits.
-
-        A lost GPU counts as finished. Any thread may call it.
-        """
+        """Returns the name of a GPU that is busy with the main thread's work, else ""; any thread may call it."""
         if self.computing is None:
             return self.name if self.faults.hangs else ""
         try:
@@ -121,10 +118,7 @@ HOST: Final = Device(torch.device("cpu"), is_host=True)
 
 
 def ordinal(local_rank: int, num_gpus: int, *, shares: bool) -> int:
-    """Returns the number of a worker's GPU: its own by local rank, or a shared one.
-
-    Raises EnvironmentLacksError if there is none.
-    """
+    """Returns a worker's GPU: its own by local rank, or a shared one; raises EnvironmentLacksError without any."""
     if num_gpus and (shares or local_rank < num_gpus):
         return local_rank % num_gpus
     raise EnvironmentLacksError(

@@ -51,10 +51,7 @@ class DeviceFaults:
         tell: Callable[[str], None],
         stand_still: Callable[[], None],
     ) -> None:
-        """Injects trouble into operation number `call` from now on; `tell` confirms a hang.
-
-        `stand_still` does not return until the worker ends.
-        """
+        """Injects trouble into operation `call` from now on; `tell` confirms a hang, in which `stand_still` stays."""
         self.name = name
 
         def meet() -> None:

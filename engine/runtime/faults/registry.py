@@ -71,10 +71,7 @@ def fault_kind(
     ends: bool = False,
     acts_on: ActsOn = "process",
 ) -> Callable[[Strike], Strike]:
-    """Registers the decorated function as the one that carries out a kind.
-
-    For a kind by a worker, the function takes a `WorkerFaultContext`. By the agent, it returns the signals.
-    """
+    """Registers a function as a kind: by a worker it takes a `WorkerFaultContext`, by the agent it returns signals."""
 
     def register(strike: Strike) -> Strike:
         ensure(name not in _KINDS, f"two kinds of fault are called {name!r}")

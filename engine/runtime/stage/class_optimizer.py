@@ -29,10 +29,7 @@ from engine.models.user_factory import import_factory
 
 
 def groups_by_layer(job: Job, model: Model, layers: Mapping[int, nn.Module]) -> dict[int, dict[str, ParamGroup]]:
-    """Returns the parameter groups of each layer, by the name of the parameter, for parameters that are in one.
-
-    A tied parameter has the group of its first use: each use is updated where it is, and all must stay equal.
-    """
+    """Returns the parameter groups by layer and name; a tied parameter has the group of its first use."""
     by_layer: dict[int, dict[str, ParamGroup]] = {index: {} for index in layers}
     if not job.param_groups:
         return by_layer

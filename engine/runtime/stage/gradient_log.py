@@ -277,10 +277,7 @@ def _value(action: Action) -> Value:
 
 
 def packed(stage: Stage, microbatch: int, num_forwards: int) -> Tensor:
-    """Returns the stream of a slot after the backward of `microbatch`, with the buffers of the last `num_forwards`.
-
-    It is a one-dimensional uint8 tensor.
-    """
+    """Returns the stream of a slot after a backward, as uint8 [n], with the buffers of the last `num_forwards`."""
     gradients = [parameter.grad for parameter in stage.trained()]
     there = [gradient is not None for gradient in gradients]
     parts: list[Tensor | None] = [torch.tensor(there, dtype=torch.uint8, device="cpu")]

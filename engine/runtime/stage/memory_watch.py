@@ -104,10 +104,7 @@ class MemoryWatch:
         return tuple(spec.zeros(device) for spec in self._borders[index - 1]) if index else device.put_all(batch.inputs)
 
     def step_ends(self, step: int, ownership: Ownership, actions: Callable[[], Sequence[Action]]) -> None:
-        """Reports the peak of a step, if it differs from the last report.
-
-        `actions` returns this worker's actions in a usual step of the owners.
-        """
+        """Reports the peak of a step, if it differs from the last report; `actions` returns those of a usual step."""
         peak = self._replicas.device.memory_peak()
         if peak is None or all(abs(now - old) <= _SAME * old for now, old in zip(peak, self._reported, strict=True)):
             return

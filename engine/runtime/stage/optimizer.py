@@ -52,11 +52,7 @@ from engine.runtime.stage.state_hash import WHOLE, Shard
 
 LearningRate = Callable[..., float]  # of the step, 0-based; and of the monitored figure, if the job names one
 _MOST_TRIED = 1000
-_NEVER = (
-    lr_scheduler.ReduceLROnPlateau,
-    lr_scheduler.SequentialLR,
-    lr_scheduler.ChainedScheduler,
-)
+_NEVER = (lr_scheduler.ReduceLROnPlateau, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
 
 
 def learning_rates(job: Job) -> LearningRate:

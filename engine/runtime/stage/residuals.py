@@ -164,10 +164,7 @@ class _Rebuilding:
         return Segment(inputs, self._run(lambda: (stage.weighted_loss(inputs, targets, weight),)), "the loss")
 
     def model(self, key: object, make: Callable[[], Segment]) -> _Form:
-        """Returns the form of a graph that is made the first time for this key.
-
-        Raises CannotTravelError also if its saved tensors have hooks.
-        """
+        """Returns the form of a graph, made the first time for this key; raises CannotTravelError for hooks too."""
         if (known := self._models.get(str(key))) is None:
             known = self._models[str(key)] = _form_of(make(), self.weights)
             list(map(_refuse_hooks, known.places))

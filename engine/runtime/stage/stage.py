@@ -52,10 +52,7 @@ def cut_off(tensors: Tensors) -> Tensors:
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """Returns the gradient of a leaf.
-
-    A missing gradient becomes minus zeros, which sums and transfers preserve; one of minus zeros becomes plain zeros.
-    """
+    """Returns a leaf's gradient; a missing one is minus zeros, kept by sums, and minus zeros become zeros."""
     return none_like(leaf) if leaf.grad is None else made(leaf.grad)
 
 
@@ -237,10 +234,7 @@ class LossShare:
 
 
 def build_layer(job: Job, model: Model, index: int, device: Device = HOST) -> nn.Module:
-    """Returns layer `index` on a device, with the same bits on every worker and device: weights are drawn on the host.
-
-    A later use of a tied parameter copies the first use.
-    """
+    """Returns layer `index`, drawn on the host with the same bits everywhere; a later tied use copies the first."""
     layer = _built(job, model, index)
     if not device.is_host:
         modules = modules_of([layer])
@@ -272,10 +266,7 @@ def _built(job: Job, model: Model, index: int) -> nn.Module:
 
 
 class Stage:
-    """A replica of layers `first` to `last` (exclusive) of a model in one pipeline, on a device.
-
-    A trial, whose microbatches are first slices, has `slices` 1 whatever the job has.
-    """
+    """A replica of layers `first` to `last` (exclusive) in one pipeline, on a device; trials have one slice."""
 
     def __init__(
         self, job: Job, model: Model, pipeline: int, first: int, last: int, device: Device = HOST, *, slices: int = 0

@@ -36,10 +36,7 @@ def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> MarkedHash:
 
 
 class Shard(NamedTuple):
-    """Part `number` of `total` of each tensor of a stage, split along the first dimension as by `torch.chunk`.
-
-    The last shards may be empty. A tensor without dimensions is whole in each.
-    """
+    """Part `number` of `total` of each tensor, as by `torch.chunk`, maybe empty; one without dimensions is whole."""
 
     number: int
     total: int

@@ -57,10 +57,7 @@ def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey
 
 
 def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: Stage) -> int:
-    """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs.
-
-    Returns the nanoseconds since the owner's first message.
-    """
+    """Fills a new replica with a slot's state; returns the ns since its first message, or raises InvariantError."""
     size = _take(channel, source, key, TensorSpec((1,), torch.int64, False))
     begun_ns = time.monotonic_ns()
     with stage.device.waiting():

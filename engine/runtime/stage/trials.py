@@ -228,10 +228,7 @@ class LayerTrial:
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
-        """Blames a call that draws from a random stream without a key: two such calls end at different positions.
-
-        A call that seeds the stream itself always ends at the same position and passes.
-        """
+        """Blames a call that draws without a key: two such calls end elsewhere in the stream, unless they seed it."""
         before = positions(self._own, self.device)
         yield
         for stream, now in positions(self._own, self.device).items():

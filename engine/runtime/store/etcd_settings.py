@@ -78,10 +78,7 @@ class SocketEndpoint:
     folder: Path
 
     def open_folder(self) -> int:
-        """Returns a descriptor of the folder, through which its socket is reached: paths of sockets have 108 bytes.
-
-        Raises CoordinatorUnavailableError if there is no socket, or other users can enter the folder.
-        """
+        """Returns a descriptor of the folder of its socket; raises CoordinatorUnavailableError if others can enter."""
         fd = -1
         try:
             fd = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -130,10 +127,7 @@ def private_settings(logs: Path) -> EtcdSettings:
 def read_settings(
     endpoints: str, environment: Mapping[str, str], *, allow_plain_http: bool = False, source: str = "--etcd"
 ) -> EtcdSettings:
-    """Returns the settings for `endpoints`, a text from `source`; all other values come from `environment`.
-
-    Raises UserError with every problem.
-    """
+    """Returns the settings for `endpoints` of `source` and the `environment`; raises UserError."""
     problems: list[Problem] = []
     values = {name: environment.get(name, "") for name in VARIABLES}
     parsed = _parse_endpoints(endpoints, source, problems)

@@ -80,10 +80,9 @@ class LinkCuts:
     def cut(
         self, peer: int, direction: str, for_ns: int | None = None, met: Callable[[str], None] = lambda way: None
     ) -> bool:
-        """Cuts the connection to a member ("there", "back" or "both") for a time, or with None until it is healed.
+        """Cuts the connection to a member ("there", "back" or "both") for a time, or None until it is healed.
 
-        Returns False if the current group has no such member. `met` is called with the direction of the first message
-        that is held back.
+        Returns False if the current group has no such member; `met` gets the direction of the first message held back.
         """
         with self._lock:
             traffic = self._group.traffic().get(peer) if self._group is not None else None
@@ -135,10 +134,7 @@ class LinkCuts:
 
 
 class GroupEnd:
-    """The part of a transport that every backend shares: arrivals, failures, counts, cuts; `members` includes this one.
-
-    Messages are on the host; arriving ones are copied to `device`, and outgoing ones from it.
-    """
+    """What all backends share: arrivals, failures, counts, cuts; messages are on the host, tensors on `device`."""
 
     in_order: Channel[ProgramKey]
     aside: Channel[AsideKey]
@@ -190,10 +186,7 @@ class GroupEnd:
         self.cuts.waiter.wake()
 
     def fails_to(self, target: int, error: Exception) -> None:
-        """Ends every wait with the error of a message that could not be sent; any thread may call it.
-
-        An error of this worker's own device says nothing about the peer.
-        """
+        """Ends every wait, from any thread, with the error of a failed send; an error of this device blames no peer."""
         if not isinstance(error, TransferFailedError) and not device_trouble(error):
             error = TransferFailedError(f"transfer to worker {target} failed: {error}", target)
         self.fails(error)
@@ -417,10 +410,7 @@ _UNKNOWN = memoryview(b"")  # the memory of a receive whose message tells its si
 
 
 def border_in(room: memoryview, border: Border) -> Border:
-    """Returns the border of a message that begins with its sizes, which are its first tensor then.
-
-    Sizes that no sender tells give a border of another length than the message.
-    """
+    """Returns the border of a message that begins with its sizes; impossible sizes give one of another length."""
     sizes = TensorSpec((sum(len(spec.shape) for spec in border),), torch.int64, needs_grad=False)
     numbers = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
     shapes = (tuple(islice(numbers, len(spec.shape))) for spec in border)
@@ -433,7 +423,6 @@ def size_of(border: Border) -> int:
 
 
 def _layout(border: Border) -> tuple[list[int], int]:
-    """Returns the offset of each tensor in a message, and the size of the message."""
     places, at = [], 0
     for spec in border:
         places.append(aligned(at) if spec.num_bytes else at)
@@ -442,10 +431,7 @@ def _layout(border: Border) -> tuple[list[int], int]:
 
 
 def viewed(room: memoryview, border: Border) -> Tensors:
-    """Returns the tensors of `border` as views of the memory of their message.
-
-    Each has a version counter of its own, so changing one in place does not count as a change of the others.
-    """
+    """Returns the tensors of `border` as views of their message's memory, each with its own version counter."""
     whole = tensor_of(room)
     if len(border) == 1:
         (spec,) = border

@@ -81,10 +81,7 @@ class GroupFormation:
 
 
 class NextGroups:
-    """One worker's groups of coming epochs, by epoch and number; they form in threads while it trains.
-
-    `tell` gets the result of each attempt, in its thread: why it failed, or an empty string.
-    """
+    """A worker's groups of coming epochs, formed in threads; `tell` gets each result: why it failed, or ""."""
 
     def __init__(self, backend: TransportBackend, tell: Callable[[_Key, str], None]):
         self._backend, self._tell = backend, tell

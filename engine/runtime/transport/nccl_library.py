@@ -78,10 +78,7 @@ def non_blocking() -> Config:
 
 
 class NcclLibrary:
-    """The functions of NCCL; each raises RuntimeError if NCCL reports an error.
-
-    Raises EnvironmentLacksError if there is no library, or it is too old.
-    """
+    """The functions of NCCL, which raise RuntimeError; raises EnvironmentLacksError if there is none, or an old one."""
 
     def __init__(self, path: str = LIBRARY):
         try:

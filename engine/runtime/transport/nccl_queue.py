@@ -156,10 +156,7 @@ class _Landing(NamedTuple):
 
 
 class IssueQueue:
-    """The messages of one group; `ranks` holds the rank of each member.
-
-    `connected` is called once every member has sent its first byte, before the first message.
-    """
+    """The messages of a group of these `ranks`; calls `connected` when all members have sent their first byte."""
 
     def __init__(
         self,
@@ -291,7 +288,6 @@ class IssueQueue:
             self._breaks(_BROKEN, error, self._ahead[0][0].peer)
 
     def _issue(self, communicator: Communicator, issued: Issued, header: Header | None) -> bool:
-        """Issues one message; returns False if it is not ready."""
         rank = self._ranks[issued.peer]
         if issued.is_send:
             ready = self._ready.pop((issued.peer, issued.key), None)

@@ -37,15 +37,7 @@ from engine.runtime.transport.direct_transport import (
 )
 from engine.runtime.transport.nccl_library import Communicators, Opening
 from engine.runtime.transport.nccl_queue import NUM_FIELDS, Header, IssueQueue, NcclThread, Ready
-from engine.runtime.transport.transport import (
-    AsideKey,
-    Border,
-    Channel,
-    Issued,
-    ProgramKey,
-    ProgramPurpose,
-    Traffic,
-)
+from engine.runtime.transport.transport import AsideKey, Border, Channel, Issued, ProgramKey, ProgramPurpose, Traffic
 
 ABORT_S = 10.0  # to revoke a communicator, and to abort it
 ENDS_ITSELF = "NCCL did not abort the communicator of a group in time"
@@ -199,10 +191,7 @@ class NcclTransport:
         self._thread.give(self._issues.connect)
 
     def open(self, *, in_advance: bool) -> None:
-        """Waits until the ranks have joined and, unless in advance, their GPUs are connected.
-
-        Raises TransferFailedError if that fails, or the group is left.
-        """
+        """Waits until the ranks have joined and, unless in advance, are connected; raises TransferFailedError."""
         self._thread.give(partial(self._issues.join, self._begin))
         if in_advance:
             self._issues.has_joined.wait()

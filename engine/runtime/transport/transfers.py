@@ -138,10 +138,7 @@ def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
 
 
 def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, tensors: Sequence[Tensor]) -> None:
-    """Starts a bulk transfer to each target; all tensors are on one device.
-
-    They must not change before the commit of the step.
-    """
+    """Starts a bulk transfer of tensors of one device to each target; they must not change before the commit."""
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
     payloads = [
         channel.device.copies.fetched((_joined([payload[index][start:end] for index, start, end in chunk]),))
@@ -171,10 +168,7 @@ def receive_bulk(
 def arriving(
     channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields each tensor of a bulk transfer with its index as soon as it is complete, large ones first.
-
-    So a receiver that copies each to its place and drops it needs extra memory for one tensor and one chunk only.
-    """
+    """Yields each tensor of a bulk transfer with its index, large ones first: a receiver needs memory for one more."""
     sizes = [spec.num_bytes for spec in specs]
     yield from ((index, specs[index].empty(channel.device)) for index, size in enumerate(sizes) if size == 0)
     tensor: Tensor | None = None
@@ -298,10 +292,7 @@ def _mean_of_chunk(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) -
 
 
 def gather_over_pipelines(group: ReduceGroup, parts: Mapping[int, Tensors]) -> tuple[Tensors, ...]:
-    """Returns the tensors of all pipelines, in pipeline order; `parts` has those of the pipelines owned here.
-
-    A collective: every owner of the stage must call it. Meant for small tensors: each owner sends its parts to all.
-    """
+    """Returns small tensors of all pipelines, in order; a collective of the owners, which have `parts`."""
     gathered = dict(parts)
     for pipeline, part in parts.items():
         send_bulk(group.channel, group.others, group.key(ProgramPurpose.ENDING, pipeline), part)
@@ -316,10 +307,7 @@ def gather_over_pipelines(group: ReduceGroup, parts: Mapping[int, Tensors]) -> t
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """The actions of one worker in a program, in order, with their transfers.
-
-    It is a pure function of program and ownership, so a background thread can compute it in advance.
-    """
+    """The actions of one worker with their transfers: a pure function, which a thread can compute in advance."""
 
     ownership: Ownership
     owned: frozenset[Slot]

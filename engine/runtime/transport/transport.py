@@ -246,29 +246,20 @@ class Waiter(Protocol):
 
 
 class Channel(Protocol[_Key_contra]):
-    """The messages of one kind of key between this worker and the other members, each a tuple of tensors.
-
-    Tensors may be sent from the host or from the worker's device; received ones are on the device.
-    """
+    """The messages between this worker and others under one kind of key; received tensors are on its device."""
 
     @property
     def device(self) -> Device:
         """The device on which received tensors are."""
 
     def post(self, source: int, key: _Key_contra, border: Border) -> None:
-        """Posts the receive of one message from worker `source`; never waits.
-
-        In program order, receives from a source are posted in the order of its sends.
-        """
+        """Posts the receive of one message, without waiting; in program order, in the order of the source's sends."""
 
     def has_arrived(self, source: int, key: _Key_contra) -> bool:
         """Returns whether `take` would return at once."""
 
     def take(self, source: int, key: _Key_contra) -> Tensors:
-        """Waits for a posted message and returns its tensors.
-
-        Raises TransferFailedError if the connection broke, and the errors of the waiter.
-        """
+        """Waits for a posted message and returns its tensors; raises TransferFailedError and the waiter's errors."""
 
     def take_arrived(self, source: int, key: _Key_contra) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
@@ -277,10 +268,9 @@ class Channel(Protocol[_Key_contra]):
         """Starts copying the tensors of a message to where it is sent from, once for all of its targets."""
 
     def send(self, target: int, key: _Key_contra, tensors: Leaving) -> None:
-        """Starts one message to worker `target`; never waits. Raises TransferFailedError if the connection broke.
+        """Starts one message to a worker; never waits. Raises TransferFailedError if the connection broke.
 
-        In program order, the tensors must not change before the commit of the step. Aside, they must not change until
-        they are sent; then the transport releases them.
+        The tensors must not change before the commit of the step, or aside until they are sent and released.
         """
 
 
@@ -293,10 +283,7 @@ class Traffic(NamedTuple):
 
 
 class Transport(Protocol):
-    """The messages of one worker in one group.
-
-    `epoch` is that of the next messages: a group may serve several epochs. The training loop sets it on entering one.
-    """
+    """The messages of one worker in one group; the training loop sets `epoch` for the next ones."""
 
     epoch: int
 
@@ -354,7 +341,4 @@ class TransportBackend(Protocol):
     link_faults: LinkFaults
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> Joining:
-        """Returns an attempt of this worker, one of `members`, to join the group of `epoch`.
-
-        A numbered attempt is made in advance: the current group stays until `Transport.begin`.
-        """
+        """Returns an attempt to join the group of `epoch`; a numbered one waits for `Transport.begin`."""

@@ -1,4 +1,4 @@
-"""The trial of a worker's stages at the start: the border behind each; `engine/core/protocol/borders.py` has the rules.
+"""The trial of a worker's stages at the start; `engine/core/protocol/coordinator_state.py` has the rules of borders.
 
 A stage is tried behind the first border before the true one is known, unless the kinds of the layers between tell that
 it is another one. A trial behind a border that may be wrong may raise an exception, and counts for nothing then.
@@ -83,10 +83,7 @@ def _border_of(specs: BorderSpecs, *, is_open: bool = False) -> Border:
 
 
 def _loaded(job: Job, data: Data, device: Device) -> tuple[Tensors, Tensors, Sequence[Tensors]]:
-    """Returns inputs for the first stage, and what the last one takes besides: targets, and those of validations.
-
-    They are of a microbatch, and of one of each evaluation set: a mistake in it would end training later.
-    """
+    """Returns inputs for the first stage, and the targets of a microbatch and of each evaluation set for the last."""
     size, slices = job.microbatch_size, job.slices
     batch = on_device(slice_of(data.microbatch(*largest(job, data), size), 0, slices), device)
     # With variable shapes its targets are not those of these outputs.

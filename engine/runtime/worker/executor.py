@@ -73,10 +73,7 @@ class Call:
 
 
 def register(op: Op | Overlap, handler: Handler) -> None:
-    """Runs an op or a kind of pair through `handler` in this process from now on; the last registered one counts.
-
-    Raises ValueError if there is no such op or pair.
-    """
+    """Runs an op or kind of pair through `handler` in this process from now on; raises ValueError for any other."""
     if op not in (*Op, *OVERLAPS.values()):
         raise ValueError(f"expected an op such as F, or one of {', '.join(OVERLAPS.values())}, found {op!r}")
     _handlers[op] = handler
@@ -85,10 +82,7 @@ def register(op: Op | Overlap, handler: Handler) -> None:
 def run_in_order(
     entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction, *, has_pairs: bool = True
 ) -> None:
-    """Runs actions by `run`, each after a `check`; a pair that has a handler after one check, unless none `has_pairs`.
-
-    Raises InvariantError if a handler has not run each of its calls once, and the exceptions of the actions.
-    """
+    """Runs actions after a `check` each, or one for a pair with a handler; raises InvariantError for a bad handler."""
 
     def run_one(entry: QueuedAction) -> None:
         handler = _handlers.get(entry[0].op)
@@ -210,10 +204,7 @@ class Executor:
         return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
 
     def run_actions(self) -> None:
-        """Runs the program of the open step up to its optimizer steps.
-
-        Raises Stopped, Fenced or TransferFailedError from a wait, and the exceptions of layers.
-        """
+        """Runs the open step up to its optimizer steps; raises Stopped, Fenced or TransferFailedError from a wait."""
         self._census.begin_step(self.step)
         self._plane.expect(self.step, self._worker_program.issued)
         self._receiver = Receiver(self._plane.in_order, self._worker_program.receives)
@@ -258,7 +249,7 @@ class Executor:
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns, so_far_ns))
         finally:  # the action has ended, even if the delay raises
             if waits is not None and step == self.step:
-                self._times.take_off(action, waits.total_ns() - waited_ns)
+                self._times.add(action, waited_ns - waits.total_ns(), has_ended=False)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
             self._census.look()
         if strikes:
@@ -344,10 +335,7 @@ class Executor:
         self._loader.forget_step()
 
     def inventory(self, left_ns: int = 0) -> Inventory:
-        """Returns the values of the open step that this worker holds, including the streams that have arrived.
-
-        A worker that leaves, with so much time left, says which residuals it can send.
-        """
+        """Returns the values that this worker holds and, if it leaves, the residuals it can send in the time left."""
         self.streams.settle()
         is_sliced = self.context.job.slices > 1  # a later slice reads the states in the residual of an earlier one
         offers = self._offer_residuals(left_ns) if left_ns and not is_sliced else ResidualOffers()

@@ -81,22 +81,17 @@ class Failpoints:
             self.faults = [each for each in self.faults if each.id != fault.id]
             if fault.id in self.control.fired:
                 continue
-            self.control.send(StrikeMessage(fault.id, *self._done()))
+            done = (-1, "") if self._recorder is None else self._recorder.last
+            self.control.send(StrikeMessage(fault.id, *done))
             if when != "during" or registered()[fault.do].kind.by == "worker":
                 self._stand_still(fault)
             else:
                 self._due = fault
 
-    def _done(self) -> tuple[int, str]:
-        return (-1, "") if self._recorder is None else self._recorder.last
-
     def around_checkpoint(
         self, step: int, stages: Sequence[int], begin: Callable[[], None], finish: Callable[[], None]
     ) -> None:
-        """Writes stages for a checkpoint, with the strikes before, during and after it; raises as `at` does.
-
-        `begin` lets threads write; `finish` waits for them, which only a fault after the checkpoint needs.
-        """
+        """Writes stages by `begin`, and `finish` if a fault follows, with the strikes around; raises as `at` does."""
         actions = [Action(stage, Op.CHECKPOINT) for stage in stages]
         self._at_all(step, actions, "before")
         begin()
@@ -145,8 +140,7 @@ class Failpoints:
     def delay(self, step: int, action: Action, start_ns: int, waited_ns: int = 0) -> None:
         """Delays the end of an action: until the fault during it has struck, and by the factor of a slowdown.
 
-        The factor leaves out the time `waited_ns` that the action has waited for a core, as the pace of a worker does.
-        Raises the exceptions of `Control.wait_until`.
+        The factor leaves out `waited_ns`, the wait for a core. Raises the exceptions of `Control.wait_until`.
         """
         due, self._due = self._due, None
         if due is not None:

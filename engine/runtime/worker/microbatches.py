@@ -227,10 +227,7 @@ class MicrobatchLoader:
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
 
     def load(self, step: int, action: Action) -> Batch:
-        """Returns the microbatch of a forward on the device.
-
-        Raises UserError if it was loaded with other bits before.
-        """
+        """Returns a forward's microbatch on the device; raises UserError if it was loaded with other bits before."""
         batch = self._prepared.pop(action, None) or self._loaded(step, action)
         self._load_ahead(step, action)
         return on_device(batch, self._device)
@@ -420,7 +417,9 @@ class DataTrial:
     def others(self) -> None:
         """Loads more microbatches while there is time; an exception is left to training."""
         end_s = time.monotonic() + _SPARE_S
-        for name, load in self._in_own_order([*self._elsewhere(), *self._validation()]):
+        calls = [*self._elsewhere(), *self._validation()]
+        turn = self.worker % len(calls)  # workers differ in the order: a source that counts its calls gives itself away
+        for name, load in (calls[turn:] + calls[:turn])[:: -1 if self.worker % 2 else 1]:
             if time.monotonic() + self._quickest_s > end_s:
                 break
             with contextlib.suppress(Exception):
@@ -461,11 +460,6 @@ class DataTrial:
             if part.number == 0 or part == last[part.name]:
                 load = partial(evaluation, self.data, part.name, part.number, self.job.microbatch_size)
                 yield f"{part.name} microbatch {part.number}", load
-
-    def _in_own_order(self, calls: list[tuple[str, Load]]) -> list[tuple[str, Load]]:
-        """Returns calls in an order that differs between workers: a source that counts its calls gives them others."""
-        turn = self.worker % len(calls)
-        return (calls[turn:] + calls[:turn])[:: -1 if self.worker % 2 else 1]
 
     def _call(self, name: str, load: Load) -> Batch:
         displace(self.worker * _MOST_CALLS + self._num_calls)

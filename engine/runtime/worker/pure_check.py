@@ -77,10 +77,10 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
 
 
 class TrialShare(NamedTuple):
-    """What a worker does of the trial of a stage.
+    """A worker's share of a stage's trial: an owner tries two copies, a shadow one.
 
-    An owner tries two copies, a shadow one. Straight layers that several workers hold are tried in one copy by each
-    (`is_shared`), and with new memory filled by all but the first of them (`fills`).
+    Straight layers with several holders are tried once by each (`is_shared`); all but the first fill new memory
+    (`fills`).
     """
 
     is_twice: bool = True
@@ -127,10 +127,7 @@ class PureCheck:
         self._data_trial = DataTrial(self.job, self.data, self.worker)
 
     def run(self, stages: Mapping[int, TrialShare]) -> list[tuple[str, DigestByName]]:
-        """Tries this worker's share of the layers of some stages; returns the marks of each layer by name.
-
-        Raises UserError with all impure layers, and the data if they are impure.
-        """
+        """Tries this worker's share of some stages, returns the marks by layer; raises UserError for impure ones."""
         with set_back(self.device):
             loads = 0 in stages or self.job.slots - 1 in stages
             if loads:

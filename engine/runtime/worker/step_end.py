@@ -244,8 +244,8 @@ class StepEnd:
     def _post_logs(self) -> Collection[Slot]:
         """Posts the receives of the entries that owners send, in their order, up to one of several messages.
 
-        The entries of many slots then arrive together; else each one would begin when the one before it is taken. It
-        takes time, so it comes behind the last entry that is sent: others may wait for that one.
+        The entries then arrive together. It takes time, so it follows the last entry that is sent: others may wait for
+        that.
         """
         if self._posted is None:
             self._posted = set()

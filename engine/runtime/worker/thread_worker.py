@@ -64,7 +64,6 @@ class ThreadControl(Control):
         super().__init__(link, worker, _TurnWakeups(turn, self._is_killed))
 
     def _listen(self) -> None:
-        """Handles messages until the link is shut down, and closes it."""
         try:
             while (message := (received := self.link.receive_with_fds())[0]) is not None:
                 self._take_in(message, received[1])
@@ -137,10 +136,7 @@ class ThreadBackend(DirectBackend):
 
 
 class WorkerThread:
-    """A worker in a thread of this process. All workers of one `life` were started together.
-
-    `fds` begin with those of its link, of the records and of the progress board.
-    """
+    """A worker in a thread, with those of its `life`; `fds` has its link, the records and the progress board."""
 
     def __init__(self, fds: Sequence[int], life: object, turn: Turn):
         link, *own = (os.dup(fd) for fd in fds[:4])

@@ -123,10 +123,7 @@ class PlannerThread:
     def default_program(
         self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset(), schedule: str = ""
     ) -> WorkerProgram:
-        """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL.
-
-        An empty `schedule` is the job's own.
-        """
+        """Returns this worker's part of a whole step, with these HEALs; an empty `schedule` is the job's own."""
         job = self._context.job
         peers = peers_of(self._context.worker, ownership) if self._has_tags else None
         program = build_program(

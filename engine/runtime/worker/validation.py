@@ -90,16 +90,13 @@ class Validation:
         return PassEnded(self._result() if self.is_at_end else None)
 
     def _parts(self) -> tuple[EvaluationPart, ...]:
-        """Returns the microbatches of the pass, in order."""
         only_whole = not self.context.replicas.model.is_cut_by_sample
         return parts_of(self.context.job, evaluation_sets(self.context.data), only_whole=only_whole)
 
     def _batch(self, part: EvaluationPart) -> Batch:
-        """Returns a microbatch of the pass."""
         return evaluation(self.context.data, part.name, part.number, self.context.job.microbatch_size)
 
     def _result(self) -> tuple[Evaluation, ...]:
-        """Returns the results of the pass at its last stage."""
         return tuple(self._mean(name) for name in dict.fromkeys(part.name for part in self.parts))
 
     def _mean(self, name: str) -> Evaluation:
@@ -127,7 +124,6 @@ class Validation:
             made[action.stage, action.microbatch] = outputs
 
     def _take(self, stage: Stage, number: int, measured: EvaluatedBatch) -> None:
-        """Takes the outputs of a microbatch of the pass."""
         part, size = self.parts[number], self.context.job.microbatch_size
         if part.number == 0:
             self._begin = measured

@@ -215,10 +215,7 @@ _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are ab
 
 
 class GroupMember(NamedTuple):
-    """A worker that has joined the first group; the context stays, the other parts change with the epochs.
-
-    A worker that waits has no group yet.
-    """
+    """A worker in the first group, or waiting without a `plane`; the context stays, the rest changes with epochs."""
 
     context: WorkerContext
     ownership: Ownership
@@ -354,10 +351,7 @@ class WorkerRun(ControlHandler):
         device: Device = HOST,
         data_of: Callable[[Job], Data] = open_data,
     ) -> GroupMember:
-        """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages.
-
-        A worker that waits builds no stage, and joins no group.
-        """
+        """Builds this worker's stages, joins the first group and learns the borders; a waiting worker has no stages."""
         job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
         torch.set_num_threads(job.threads)
         board = ProgressBoard(self._board_fd, welcome.num_lines)
