@@ -273,7 +273,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[bool], list[list[str]]]:
 
 
 @given(tables(), st.integers(60, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_any_table_fits_any_width(table: tuple[list[str], list[bool], list[list[str]]], width: int) -> None:
     screen = Console(file=io.StringIO(), width=10_000)
     with screen.capture() as capture:
