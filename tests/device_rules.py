@@ -22,7 +22,7 @@ def placeless(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     for module in modules:
         if module.path.startswith(DEVICE_ROOM):
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.Call) or not (name := dotted(node.func)).startswith("torch."):
                 continue
             last = name.removeprefix("torch.").removeprefix("amp.")
@@ -36,7 +36,7 @@ def cuda_elsewhere(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     for module in modules:
         if module.path.startswith(DEVICE_ROOM):
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.Attribute):
                 continue
             if dotted(node) in ("torch.cuda", "torch.backends.cuda") or (node.attr == "cuda" and not dotted(node)):

@@ -29,7 +29,7 @@ def bad_definitions(docstring: str) -> list[str]:
 def words_of(module: Module) -> frozenset[str]:
     """Returns the words in the names and in the docstrings of a module."""
     texts = set[str]()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 texts.add(name)

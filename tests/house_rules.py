@@ -88,6 +88,16 @@ class Module:
         """The syntax tree; every process of the tests collects the modules, one needs their trees."""
         return ast.parse(self.text, self.path)
 
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, for the twenty rules that go through them."""
+        return tuple(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imports(self) -> tuple[tuple[int, str], ...]:
+        """The imports in the module, as `imports_of` has them."""
+        return tuple(imports_of(self.tree))
+
     @property
     def is_package(self) -> bool:
         """Whether this is an ``__init__.py``."""
@@ -136,7 +146,7 @@ def broken_floors(modules: Iterable[Module], floors: Mapping[str, frozenset[str]
     problems = []
     for module in modules:
         here = floor_of(module.name)
-        for line, target in imports_of(module.tree):
+        for line, target in module.imports:
             if target.startswith("."):
                 problems.append(f"{module.path}:{line}: relative import {target}")
             elif target.split(".")[0] in OUR_PACKAGES:
@@ -152,11 +162,11 @@ def impure_core(modules: Iterable[Module]) -> list[str]:
     for module in modules:
         if floor_of(module.name) != "engine.core":
             continue
-        for line, target in imports_of(module.tree):
+        for line, target in module.imports:
             top = target.split(".")[0]
             if top not in PURE_STDLIB and top not in OUR_PACKAGES and target not in PURE_NAMES:
                 problems.append(f"{module.path}:{line}: the core imports {top}")
-        for each in ast.walk(module.tree):
+        for each in module.nodes:
             if isinstance(each, ast.Call) and dotted(each.func) in EFFECTFUL_BUILTINS:
                 problems.append(f"{module.path}:{each.lineno}: the core calls {dotted(each.func)}")
     return problems
@@ -167,7 +177,7 @@ def import_graph(modules: Iterable[Module]) -> dict[str, set[str]]:
     known = {module.name: module for module in modules}
     graph: dict[str, set[str]] = {}
     for name, module in known.items():
-        targets = {target for _, target in imports_of(module.tree)}
+        targets = {target for _, target in module.imports}
         reached = {target if target in known else target.rpartition(".")[0] for target in targets}
         graph[name] = {target for target in reached if target in known}
     return graph
@@ -190,7 +200,7 @@ def misplaced_imports(modules: Iterable[Module]) -> list[str]:
     problems = []
     for module in modules:
         floor = floor_of(module.name)
-        for line, target in imports_of(module.tree):
+        for line, target in module.imports:
             if target.split(".")[0] == "grpc" and module.name != "engine.runtime.process.grpc_import":
                 problems.append(f"{module.path}:{line}: grpc not by engine.runtime.process.grpc_import")
             if target.split(".")[0] in REPORT_ONLY and floor not in ("engine.report", "engine.api"):
@@ -207,10 +217,10 @@ def unsafe_code(modules: Iterable[Module]) -> list[str]:
     """Nothing read from a file or a peer may choose the code that runs."""
     problems = []
     for module in modules:
-        for line, target in imports_of(module.tree):
+        for line, target in module.imports:
             if target.split(".")[0] in UNSAFE_MODULES or target in UNSAFE_CALLS:
                 problems.append(f"{module.path}:{line}: imports {target}")
-        for each in ast.walk(module.tree):
+        for each in module.nodes:
             if isinstance(each, ast.Call):
                 name = dotted(each.func)
                 if (module.path, name) == WRITES_TORCH_FILES or (name == "torch.load" and _is_of_weights(each)):
@@ -231,7 +241,7 @@ def assertions(modules: Iterable[Module]) -> list[str]:
     return [
         f"{module.path}:{each.lineno}: asserts"
         for module in modules
-        for each in ast.walk(module.tree)
+        for each in module.nodes
         if isinstance(each, ast.Assert)
     ]
 
@@ -242,7 +252,7 @@ def other_writes(modules: Iterable[Module]) -> list[tuple[str, str]]:
         (module.path, f"{each.lineno}: opens a file for writing")
         for module in modules
         if module.name != WRITER
-        for each in ast.walk(module.tree)
+        for each in module.nodes
         if isinstance(each, ast.Call) and _opens_to_write(each)
     ]
 
@@ -264,7 +274,7 @@ def patterns(modules: Iterable[Module]) -> list[str]:
         f"{module.path}:{line}: imports re"
         for module in modules
         if module.name.startswith(WITHOUT_PATTERNS)
-        for line, target in imports_of(module.tree)
+        for line, target in module.imports
         if target.split(".")[0] == "re"
     ]
 
@@ -290,7 +300,7 @@ def too_long(modules: Iterable[Module]) -> list[tuple[str, str]]:
         num_lines = len(module.text.splitlines())
         if num_lines > MAX_FILE_LINES:
             problems.append((module.path, f"{num_lines} lines, at most {MAX_FILE_LINES}"))
-        for each in ast.walk(module.tree):
+        for each in module.nodes:
             if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert each.end_lineno is not None
                 num_lines = each.end_lineno - each.lineno + 1
@@ -320,7 +330,7 @@ def bad_shape(modules: Iterable[Module]) -> list[str]:
 
 def prose_of(module: Module) -> Iterator[tuple[int, str]]:
     """Yields (line, text) of each docstring and comment; a docstring counts from the line of its definition."""
-    for each in ast.walk(module.tree):
+    for each in module.nodes:
         if isinstance(each, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield getattr(each, "lineno", 1), ast.get_docstring(each) or ""
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
@@ -349,7 +359,7 @@ def without_noun(modules: Iterable[Module]) -> list[str]:
     problems = []
     for module in modules:
         allowed: set[int] = set()
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 allowed |= {id(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
             elif isinstance(node, (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
@@ -359,7 +369,7 @@ def without_noun(modules: Iterable[Module]) -> list[str]:
                     allowed |= {id(name) for target in targets for name in ast.walk(target)}
         problems += [
             f"{module.path}:{getattr(node, 'lineno', 0)}: {name}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if (name := _bound_name(node)) in NO_NOUNS and id(node) not in allowed
         ]
     return problems
@@ -380,7 +390,7 @@ def second_op_tables(modules: Iterable[Module]) -> list[str]:
     for module in modules:
         named = {
             node.attr
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Op"
         }
         if len(named) > MAX_OPS and module.path not in TABLES_OF_OPS:
@@ -396,7 +406,7 @@ def not_ascii(path: str, text: str) -> list[str]:
 def unused_dependencies(declared: Iterable[str], modules: Iterable[Module], traces: Mapping[str, str]) -> list[str]:
     """Every declared import name is imported somewhere, or leaves the trace in the text that `traces` gives for it."""
     modules = list(modules)
-    used = {target.split(".")[0] for module in modules for _, target in imports_of(module.tree)}
+    used = {target.split(".")[0] for module in modules for _, target in module.imports}
     used |= {name for name, trace in traces.items() if any(trace in module.text for module in modules)}
     return [f"{name}: declared, but nothing uses it" for name in declared if name not in used]
 
@@ -407,7 +417,7 @@ def plugged_in(modules: Iterable[Module]) -> list[tuple[str, str]]:
     A collaborator is a constructor argument. Behaviour is a lambda, a function or a method of ours, a `partial`, and
     whatever goes into an attribute that a class of ours declares as a callable, or gives a lambda at first.
     """
-    nodes = {module: list(ast.walk(module.tree)) for module in modules}
+    nodes = {module: module.nodes for module in modules}
     every = [node for found in nodes.values() for node in found]
     methods = {each.name for node in every if isinstance(node, ast.ClassDef) for each in _functions(node.body)}
     methods -= {name for node in every for name in _data_of(node)}

@@ -8,18 +8,28 @@ from functools import wraps
 from typing import Any
 
 
-def looped(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def looped(
+    names: str | tuple[str, ...], values: Iterable[Any] | Callable[[], Iterable[Any]]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Calls a test with each of the values, as `pytest.mark.parametrize` does; a failure has a note with its case.
 
-    A name in a text takes each value whole. The calls share the fixtures of the test.
+    A name in a text takes each value whole. The calls share the fixtures of the test. Values that take long to make are
+    those of a function: it is called by the test, where the collection of all tests would call it in each process.
     """
-    cases = [dict(zip(names, case, strict=True)) if isinstance(names, tuple) else {names: case} for case in values]
-    if not cases:
-        raise ValueError(f"there is no case of {names}")
+    own = names if isinstance(names, tuple) else (names,)
+
+    def cases_of(made: Iterable[Any]) -> list[dict[str, Any]]:
+        cases = [dict(zip(own, case if isinstance(names, tuple) else (case,), strict=True)) for case in made]
+        if not cases:
+            raise ValueError(f"there is no case of {names}")
+        return cases
+
+    fixed = [] if callable(values) else cases_of(values)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def all_cases(**fixtures: Any) -> None:
+            cases = cases_of(values()) if callable(values) else fixed
             for number, case in enumerate(cases):
                 try:
                     test(**case, **fixtures)
@@ -28,7 +38,7 @@ def looped(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Cal
                     raise
 
         signature = inspect.signature(test)
-        fixtures = [parameter for name, parameter in signature.parameters.items() if name not in cases[0]]
+        fixtures = [parameter for name, parameter in signature.parameters.items() if name not in own]
         all_cases.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
         return all_cases
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from tests.house_rules import OUR_PACKAGES, Module, floor_of, import_graph, imports_of
+from tests.house_rules import OUR_PACKAGES, Module, floor_of, import_graph
 
 MOST_STOREYS = 16
 
@@ -88,7 +88,7 @@ def imported_rooms(modules: Iterable[Module]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {room_of(module): {} for module in known.values()}
     for module in known.values():
         here = room_of(module)
-        for line, target in imports_of(module.tree):
+        for line, target in module.imports:
             name = target if target in known else target.rpartition(".")[0]
             if name in known and name.split(".")[0] in OUR_PACKAGES and (there := room_of(known[name])) != here:
                 found[here].setdefault(there, f"{module.path}:{line}")

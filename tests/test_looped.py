@@ -32,6 +32,21 @@ def test_the_case_that_fails_is_named() -> None:
     assert failure.value.__notes__ == ["in case 3 of 5: {'number': 3}"]
 
 
+def test_values_of_a_function_are_made_by_the_test() -> None:
+    made, seen = [3, 4], []
+
+    @looped("number", lambda: made)
+    def check(number: int) -> None:
+        seen.append(number)
+
+    made.append(5)
+    check()
+    assert seen == [3, 4, 5]
+    made.clear()
+    with pytest.raises(ValueError, match="there is no case of number"):
+        check()
+
+
 def test_a_test_without_a_case_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no case of number"):
         looped("number", [])

@@ -40,6 +40,7 @@ from engine.report.pages.matrix_page import CellGrid, grid_of, grid_parts
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.process.progress_board import Progress
 from tests.core.made_records import records_of
+from tests.looped import looped
 from tests.report.made_up import MadeUpRun, agent, load, make_run
 
 WIDTHS = (60, 80, 100, 160)
@@ -203,7 +204,7 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "check_host", lambda results: made)
 
 
-@pytest.mark.parametrize("name", [*frames(), *commands()])
+@looped("name", lambda: [*frames(), *commands()])
 def test_a_table_looks_as_it_did_at_every_width(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Writes the file of the table again if WRITE_SNAPSHOTS is set."""
     monkeypatch.chdir(tmp_path)
@@ -218,8 +219,8 @@ def test_a_table_looks_as_it_did_at_every_width(name: str, monkeypatch: pytest.M
     assert text == snapshot.read_text(encoding="utf-8"), "run this test with WRITE_SNAPSHOTS=1 and look at git diff"
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", frames())
+@looped("width", WIDTHS)
+@looped("name", frames)
 def test_numbers_and_units_are_whole(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, 174.3 was shown as "174.", pid 20532 as "20", and no time had a unit."""
     titles, numeric, rows = for_terminal(frames()[name])
@@ -272,7 +273,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[bool], list[list[str]]]:
 
 
 @given(tables(), st.integers(60, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_any_table_fits_any_width(table: tuple[list[str], list[bool], list[list[str]]], width: int) -> None:
     screen = Console(file=io.StringIO(), width=10_000)
     with screen.capture() as capture:

@@ -204,14 +204,15 @@ def _failure(machine: Machine, victim: int, order: random.Random, job: Job) -> I
         yield failure
 
 
-def hand_overs(job: Job) -> Iterator[Failure]:
-    """Yields the hand-over of each worker inside a step after each of its actions, in one run of a step."""
-    order = seeded(ANY_ORDER)
+def hand_overs(job: Job, every: int = 1) -> Iterator[Failure]:
+    """Yields each `every`th hand-over of a worker inside a step: after each of its actions, in one run of a step."""
+    order, number = seeded(ANY_ORDER), 0
     machine = job.machine()
     leavers = list(machine.bodies)
     while leavers:
         for leaver in leavers:
-            failure = fail(machine, [], order, [leaver], job)
+            failure = fail(machine, [], order, [leaver], job) if number % every == 0 else None
+            number += 1
             if failure is not None:
                 yield failure
         leavers = [] if machine.run(order, limit=1) else [machine.done[-1][0]]

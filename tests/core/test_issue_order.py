@@ -30,8 +30,9 @@ from tests.core.recovery_cases import (
 )
 from tests.doubles.ordered_machine import OrderedMachine
 from tests.doubles.ordered_wire import MismatchError, Operation, OrderedWire
+from tests.soaked import soaked
 
-_EVERY = 41  # kills, times pipelines and stages of a worker, one is tried
+_EVERY = 83  # kills, times pipelines and stages of a worker, one is tried
 _SHAPES = [(name, v) for name, schedule in SCHEDULES.items() for v in (1, 2) if schedule.takes(v)]
 _LATE = frozenset({Kind.STREAMED, Kind.STATE})  # values that a worker may miss, or gets late
 Issues = Mapping[int, tuple[Issue, ...]]
@@ -109,8 +110,9 @@ def test_each_pair_issues_in_one_order_at_both_ends(name: str) -> None:
     assert sum(map(len, lines.values())) == 2 * num_sent > 0
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("workers", "pipelines"), [(2, 2), (3, 2), (8, 1), *(soaked(*each) for each in ((2, 1), (3, 1), (8, 2)))]
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_runs_without_tags(name: str, workers: int, pipelines: int) -> None:
     schedule = SCHEDULES[name]

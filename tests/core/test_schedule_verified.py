@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
+from itertools import count
 
 import pytest
 
@@ -39,12 +41,18 @@ def drawn_step(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
-def test_no_false_alarm(count: int) -> None:
+@pytest.mark.parametrize("steps", [250, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_no_false_alarm(steps: int) -> None:
     order = seeded(1)
-    for _ in range(count):
+    for _ in range(steps):
         program, ownership = drawn_step(order)
         assert verify(program, ownership) == ()
+
+
+@cache
+def sound_step(number: int) -> tuple[Program, Ownership]:
+    """Returns a step to spoil; all kinds of corruption spoil the same ones, and most find a place in few of them."""
+    return drawn_step(seeded(number), 2, _WITHOUT_CHOICE)
 
 
 def test_there_are_many_kinds_of_corruption() -> None:
@@ -55,8 +63,10 @@ def test_there_are_many_kinds_of_corruption() -> None:
 @looped("kind", [each for each in CORRUPTIONS if not {"HAND", "SHIP"} & {*each.split()}])
 def test_a_corrupted_program_is_refused(kind: str) -> None:
     order, found = seeded(2), 0
-    while found < 12:
-        program, ownership = drawn_step(order, 2, _WITHOUT_CHOICE)
+    for number in count():
+        if found == 12:
+            break
+        program, ownership = sound_step(number)
         lines = {worker: list(actions) for worker, actions in program.items()}
         if not CORRUPTIONS[kind](lines, ownership, order):
             continue

@@ -20,6 +20,7 @@ from engine.core.program.verify import verify
 from tests.core.provenance import State, hashed
 from tests.core.recovery_cases import ANY_ORDER, Job, distinct_kills, hand_overs, random_history, random_job, seeded
 from tests.looped import looped
+from tests.soaked import soaked
 
 _POLICIES: tuple[tuple[Redundancy, bool], ...] = (("lazy", True), ("eager", False))
 _SLICED = [name for name, schedule in SCHEDULES.items() if schedule.overlaps is None and name != "dualpipe"]
@@ -89,7 +90,7 @@ def test_the_backward_of_the_last_slice_comes_first() -> None:
 
 
 @pytest.mark.parametrize("name", _SLICED)
-@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("slices", [2, 3, soaked(4)])
 def test_every_schedule_runs_to_its_end(name: str, slices: int) -> None:
     schedule = SCHEDULES[name]
     for workers in (1, 2, 3, 4):

@@ -16,8 +16,9 @@ from engine.core.program.passes import is_streamed
 from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
-from tests.core.recovery_cases import Failure, Job, assert_faultless, random_history, random_job, seeded, single_kills
+from tests.core.recovery_cases import Failure, Job, assert_faultless, distinct_kills, random_history, random_job, seeded
 from tests.looped import looped
+from tests.soaked import soaked
 
 BOTH: tuple[Redundancy, ...] = ("lazy", "eager")
 SHADOWED = Ownership(Grid(2, 3), (0, 1), ((1,), (0,)))
@@ -75,10 +76,14 @@ def shapes() -> list[tuple[str, Ownership, Redundancy]]:
     return found
 
 
+@pytest.mark.parametrize("every", [3, soaked(1)])
 @pytest.mark.parametrize("log_every", [1, 2, 3])
-def test_every_schedule_can_stream(log_every: int) -> None:
-    """Each shadow takes each stream once; where transfers take no time, nobody's step takes longer for it."""
-    for name, ownership, redundancy in shapes():
+def test_every_schedule_can_stream(log_every: int, every: int) -> None:
+    """Each shadow takes each stream once; where transfers take no time, nobody's step takes longer for it.
+
+    Each shape has one of the numbers of microbatches per stream, in the soak all of them.
+    """
+    for name, ownership, redundancy in shapes()[log_every % every :: every]:
         program = build_program(name, ownership, redundancy, log_every=log_every)
         assert verify(program, ownership) == (), (name, ownership.grid, redundancy)
         wanted = [
@@ -120,10 +125,13 @@ def test_what_a_shadow_lacks_is_bounded(schedule: str, log_every: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.soak), "zb1p"])
 def test_every_single_kill_of_a_job_that_streams(schedule: str) -> None:
-    """Afterwards every replica is what it is without a fault, and less is computed again than without streams."""
-    plainly = mean(map(num_computed, single_kills(Job(Grid(3, 6), schedule))))
+    """Afterwards every replica is what it is without a fault, and less is computed again than without streams.
+
+    After every second action.
+    """
+    plainly = mean(map(num_computed, distinct_kills(Job(Grid(3, 6), schedule), 2)))
     for redundancy, log_every in product(BOTH, (1, 2)):
-        failures = list(single_kills(Job(Grid(3, 6), schedule, redundancy, log_every=log_every)))
+        failures = list(distinct_kills(Job(Grid(3, 6), schedule, redundancy, log_every=log_every), 2))
         for number, failure in enumerate(failures):
             assert_faultless(failure.finish(seeded(number)))
         assert mean(map(num_computed, failures)) < 0.95 * plainly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,22 +16,23 @@ from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
 from tests.looped import looped
+from tests.soaked import soaked
 
-NUM_GENERATED = 600
 TWO = fresh(Grid(2, 2))
 SHADOWED = Ownership(Grid(2, 2), (0, 1), ((1,), (0,)))
 
 
-def test_hundreds_of_generated_programs_are_accepted() -> None:
+@pytest.mark.parametrize("num_generated", [200, soaked(5000)])
+def test_hundreds_of_generated_programs_are_accepted(num_generated: int) -> None:
     order = drawn_by(1)
     orders_seen = set()
-    for _ in range(NUM_GENERATED):
+    for _ in range(num_generated):
         ownership = random_ownership(order)
         healing = random_healing(ownership, order)
         program = random_program(ownership, order, healing)
         assert verify(program, ownership, healing) == ()
         orders_seen.add(tuple(program.items()))
-    assert len(orders_seen) > NUM_GENERATED / 2
+    assert len(orders_seen) > num_generated / 2
 
 
 @looped("schedule", SCHEDULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,32 +17,34 @@ from engine.core.job.job import Job
 from engine.files.jobs.job_value import FIELD_HELP
 from engine.runtime.faults.registry import kinds
 from tests.documents import reference
+from tests.looped import looped
 
-PAGES = reference.pages()
+pages = cache(reference.pages)
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
+@looped("name", lambda: sorted(pages()))
 def test_a_page_is_the_generated_one(name: str) -> None:
     written = reference.place(name).read_text(encoding="utf-8")
-    assert written.splitlines() == PAGES[name].splitlines(), "make reference"
+    assert written.splitlines() == pages()[name].splitlines(), "make reference"
 
 
 def test_no_page_is_left_over() -> None:
     written = {path.name for path in reference.FOLDER.glob("*.md")}
-    assert written == {*PAGES, "exit-codes.md"} - {*reference.AT_ROOT}
+    assert written == {*pages(), "exit-codes.md"} - {*reference.AT_ROOT}
 
 
 def test_pages_have_every_part() -> None:
-    assert [each.name for each in fields(Job) if f"| `{each.name}` |" not in PAGES["job.md"]] == []
-    assert [kind for kind in kinds() if f"| `{kind}` |" not in PAGES["scenarios.md"]] == []
-    assert [kind for kind in RECORDS if f"| `{kind}` |" not in PAGES["records.md"]] == []
-    assert "| `cases[].only` |" in PAGES["scenarios.md"] and "| `expect.recovery.max` |" in PAGES["scenarios.md"]
-    assert "## `bamboo.train`" in PAGES["python.md"] and "`--kill STEP" in PAGES["commands.md"]
+    texts = pages()
+    assert [each.name for each in fields(Job) if f"| `{each.name}` |" not in texts["job.md"]] == []
+    assert [kind for kind in kinds() if f"| `{kind}` |" not in texts["scenarios.md"]] == []
+    assert [kind for kind in RECORDS if f"| `{kind}` |" not in texts["records.md"]] == []
+    assert "| `cases[].only` |" in texts["scenarios.md"] and "| `expect.recovery.max` |" in texts["scenarios.md"]
+    assert "## `bamboo.train`" in texts["python.md"] and "`--kill STEP" in texts["commands.md"]
     assert len(ExitCode) == 20
 
 
 def test_agents_get_every_command_every_code_and_every_page() -> None:
-    agents, index = PAGES["AGENTS.md"], PAGES["llms.txt"]
+    agents, index = pages()["AGENTS.md"], pages()["llms.txt"]
     assert [each for each in COMMANDS if f"| `bamboo {each}" not in agents] == ["bench"]
     assert {f"{int(each)} {each.name}" for each in ExitCode if each.name in ("USAGE", "STATE_LOST", "INTERNAL")} <= {
         *re.findall(r"^\| (\d+ [A-Z_]+) \|", agents, re.MULTILINE)

@@ -17,14 +17,12 @@ import pytest
 from engine.core.checks.recoveries import recoveries
 from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord
 from engine.files.events_file import read_history
-from engine.files.jobs.library import scenario_names
 from engine.files.run_folder import RUN, own_files
 from engine.harness.host_checks import hosts_error
-from tests.e2e.test_library import strikes_hosts
+from tests.e2e.test_library import OF_HOSTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 BAMBOO = str(Path(sys.executable).with_name("bamboo"))
-OF_HOSTS = [name for name in scenario_names() if strikes_hosts(name)]
 
 
 @pytest.fixture(name="allowed", autouse=True)

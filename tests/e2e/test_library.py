@@ -43,7 +43,12 @@ def strikes_hosts(name: str) -> bool:
     return any(kinds()[each.do].by == "bed" for each in load_scenario(name, kinds(), on=ANY_HOSTS).faults)
 
 
-ON_ONE_HOST = [name for name in scenario_names() if not strikes_hosts(name)]
+# Those of hosts by name: each process of the tests would read all files for their faults. A test below compares.
+OF_HOSTS = """
+coordinator-loss coordinator-power-loss etcd-leader-loss host-agent-killed host-cut-off host-loss host-worker-killed
+several-hosts slow-network slow-network-cut-off slow-network-host-loss two-hosts-at-once
+""".split()
+ON_ONE_HOST = [name for name in scenario_names() if name not in OF_HOSTS]
 # The soak has them: the same fault in the same job, at another action or in another shape, is in the file behind each.
 ELSEWHERE = {
     "adjacent-pair-two-pipelines": "test_real_kills.py",  # two pipelines with each redundancy
@@ -56,6 +61,10 @@ ELSEWHERE = {
     "slow-worker": "test_faults.py",
     "stop-harmless-pause": "test_faults.py",
 }
+
+
+def test_each_scenario_that_strikes_hosts_is_known() -> None:
+    assert [name for name in scenario_names() if strikes_hosts(name)] == OF_HOSTS
 
 
 # tests/e2e/test_inject_hosts.py has the others

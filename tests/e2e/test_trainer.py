@@ -82,15 +82,20 @@ def recorder(called: list[str], stops_at: int = 0) -> Any:
 
 
 def test_the_losses_of_transformers_and_equal_bits_in_one_stage_and_in_two_with_a_kill() -> None:
+    """A callback asks for the end at a step that is evaluated: all three trainings have that one, and no more."""
     theirs = main_of(SCRIPT.replace("from bamboo.hf import", "from transformers import"), "theirs")
     ours = main_of(SCRIPT, "ours")
     before, now = list[str](), list[str]()
-    plain = theirs(words("plain"), callbacks=[recorder(before)])
-    one = ours(words("one", stages=1, bamboo=WITHOUT_PROCESSES), callbacks=[recorder(now)])
+    plain = theirs(words("plain", max_steps=60), callbacks=[recorder(before, stops_at=6)])
+    one = ours(words("one", max_steps=60, stages=1, bamboo=WITHOUT_PROCESSES), callbacks=[recorder(now, stops_at=6)])
     for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_accuracy", "epoch", "train_loss"):
         assert logged(one, name) == pytest.approx(logged(plain, name), rel=1e-4), name
     assert now == before
-    two = ours(words("two", stages=2, bamboo={"kills": ["3:1"], "twin": False}))
+    assert [each for each in now if each.startswith("step")] == [f"step {step}" for step in range(1, 7)]
+    assert_equal(weights(one), one.run.weights(5))
+    given = words("two", max_steps=60, stages=2, bamboo={"kills": ["3:1"], "twin": False})
+    two = ours(given, callbacks=[recorder([], stops_at=6)])
+    assert plain.state.global_step == one.state.global_step == two.state.global_step == 6
     assert len(two.run.result.recoveries) == 1
     assert_equal(weights(two), weights(one))
     assert_equal(type(one.model).from_pretrained("two").state_dict(), weights(one))
@@ -120,15 +125,6 @@ def test_a_callback_stops_the_run() -> None:
     assert [each for each in called if each.startswith("step")] == [f"step {1 + step}" for step in range(steps)]
     assert "end" in called
     assert_equal(weights(trainer), trainer.run.weights(steps - 1))
-
-
-def test_a_callback_stops_at_a_step_that_is_evaluated_as_with_transformers() -> None:
-    called: list[str] = []
-    given = words("out", max_steps=60, stages=1, bamboo=WITHOUT_PROCESSES)
-    trainer = main_of(SCRIPT, "evaluated")(given, callbacks=[recorder(called, stops_at=4)])
-    assert [each for each in called if each.startswith("step")] == [f"step {step}" for step in range(1, 5)]
-    assert trainer.state.global_step == 4
-    assert_equal(weights(trainer), trainer.run.weights(3))
 
 
 def test_losses_of_a_model_that_ignores_the_number_of_items_add_up_as_with_transformers() -> None:

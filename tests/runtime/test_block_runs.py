@@ -16,7 +16,14 @@ from tests.runtime.thread_runs import run_in_threads
 
 pytestmark = pytest.mark.timeout(300)
 
-_SMALL: dict[str, Any] = {"stages": 2, "microbatches": 3, "microbatch_size": 2, "steps": 2, "validate_every": 0}
+_SMALL: dict[str, Any] = {
+    "stages": 2,
+    "microbatches": 3,
+    "microbatch_size": 2,
+    "steps": 2,
+    "validate_every": 0,
+    "check_pure": False,
+}
 GPT = Job(model_args={"width": 16, "heads": 2, "depth": 6, "tied": True, "dropout": 0.1}, **_SMALL)
 RESNET = Job(model="resnet18", model_args={"width": 4}, **_SMALL)
 JOBS = {"gpt": GPT, "resnet18": RESNET}

@@ -19,7 +19,10 @@ from tests.doubles.fake_gpu import PLACE, FakeGpu, fake_gpu
 from tests.doubles.fake_streams import FakeEvent, FakeStream, StreamRaceError
 from tests.runtime.thread_runs import run_in_threads
 
-JOB: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 2, "device": "cuda", "share_gpu": True, "audit": 0}
+JOB: dict[str, Any] = {
+    **{"model": "mlp", "stages": 3, "microbatches": 2, "device": "cuda", "share_gpu": True, "audit": 0},
+    "check_pure": False,
+}
 
 
 @pytest.fixture

@@ -53,12 +53,15 @@ _UNDISTURBED: dict[str, str] = {}
 
 
 def trained(values: dict[str, Any], kills: Kills = NO_KILLS, ownership: Ownership | None = None) -> str:
-    """Returns the hash of the trajectory of a job; the run compares all replicas of a layer after each step."""
+    """Returns the hash of the trajectory of a job; the run compares all replicas of a layer after each step.
+
+    Layers are tried in test_pure_check.py, which takes a third of such a run.
+    """
     faults = [
         Fault(f"kill-{worker}", At(step, parse_action(action), when), (Worker(worker),))
         for worker, (step, action, when) in kills.items()
     ]
-    ending = run_in_threads(small_job(**{"steps": 4, **values}), faults, ownership)
+    ending = run_in_threads(small_job(**{"steps": 4, "check_pure": False, **values}), faults, ownership)
     assert (ending.outcome, ending.error) == ("finished", None)
     assert [each.worker for each in ending.view.workers if each.state == "dead"] == sorted(kills)
     return trajectory_hash(ending.view.run_state.rows)

@@ -25,6 +25,7 @@ from tests.runtime.user_optimizers import halving
 MLP: dict[str, Any] = {
     **{"model": "mlp", "model_args": {"depth": 3, "width": 16}, "stages": 2, "microbatches": 2, "steps": 9},
     **{"warmup_steps": 1, "validate_every": 1, "validation_microbatches": 2, "pipelines": 2, "lr": 0.2},
+    "check_pure": False,
 }
 PLATEAU = MLP | {"lr_schedule": "plateau", "lr_args": {"factor": 0.5, "patience": 0, "threshold": 0.1}}
 STOPS = PLATEAU | {"early_stop": "loss:2", "steps": 40}

@@ -32,7 +32,15 @@ from tests.runtime.thread_runs import with_store_double
 THIRDS = (0,) * 4 + (1,) * 4 + (2,) * 4
 HALVES = (0,) * 6 + (2,) * 6
 _HEADER = 2500  # bytes of a heal that describe its tensors
-JOB = Job(model="tests.runtime.test_moves:deep", data="synthetic", stages=12, workers=3, microbatches=2, steps=15)
+JOB = Job(
+    model="tests.runtime.test_moves:deep",
+    data="synthetic",
+    stages=12,
+    workers=3,
+    microbatches=2,
+    steps=15,
+    check_pure=False,
+)
 
 
 def deep() -> list[nn.Module]:

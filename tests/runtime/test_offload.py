@@ -93,7 +93,7 @@ def test_schedules_for_little_memory_stash_their_part_of_the_bytes_of_1f1b(
         stages=workers,
         microbatches=2 * workers,
         microbatch_size=64,
-        steps=2,
+        steps=1,
         validate_every=0,
         redundancy="none",
         checkpoint_every="0",

@@ -19,7 +19,10 @@ from tests.doubles.ordered_transport import OrderedBackend, PairOrders
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads
 
-SMALL: dict[str, Any] = {"model": "mlp", "steps": 3, "microbatches": 4, "validate_every": 2, "seed": 3}
+SMALL: dict[str, Any] = {
+    **{"model": "mlp", "steps": 3, "microbatches": 4, "validate_every": 2, "seed": 3},
+    "check_pure": False,
+}
 TIED: dict[str, Any] = {**SMALL, "model": "gpt", "model_args": {"depth": 2, "width": 16, "tied": True}, "steps": 2}
 
 

@@ -26,6 +26,7 @@ from engine.runtime.worker.pure_check import PureCheck, TrialShare
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
 from tests.runtime.small_jobs import borders_of, small_job, starts_of
 from tests.runtime.test_models import SMALL_ARGS
+from tests.soaked import soaked
 
 DATA = VectorData(0)
 
@@ -75,9 +76,14 @@ def test_one_copy_is_enough_for_what_shows_when_a_forward_is_redone() -> None:
         check_of(between(Counting)).run({0: TrialShare(is_twice=False)})
 
 
+RECOMPUTED = {"activation_checkpoint": 2, "dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize("kind", PURE)
-@pytest.mark.parametrize("fields", [{}, {"activation_checkpoint": 2, "dtype": "bfloat16"}], ids=["plain", "recomputed"])
-@pytest.mark.parametrize("redundancy", ["lazy", "none"])
+@pytest.mark.parametrize(
+    ("fields", "redundancy"),
+    [({}, "lazy"), (RECOMPUTED, "none"), soaked({}, "none"), soaked(RECOMPUTED, "lazy")],
+)
 def test_what_is_pure_is_not_refused(kind: str, fields: dict[str, Any], redundancy: str) -> None:
     check = check_of(between(PURE[kind]), redundancy=redundancy, **fields)
     one, other = run(check), run(check_of(between(PURE[kind]), redundancy=redundancy, **fields))

@@ -20,9 +20,11 @@ from tests.kills import parse_kills
 from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 
-GPT = Job(model_args={"width": 16, "dropout": 0.1, "tied": True}, steps=5, microbatches=4, stages=3)
+GPT = Job(model_args={"width": 16, "dropout": 0.1, "tied": True}, steps=5, microbatches=4, stages=3, check_pure=False)
 MLP = Job(model="mlp", optimizer="sgd", optimizer_args={"momentum": 0.9}, steps=5, microbatches=2, stages=2, blocks=2)
-RESNET = Job(model="resnet18", model_args={"width": 4}, steps=3, microbatches=2, stages=2, pipelines=2)
+RESNET = Job(
+    model="resnet18", model_args={"width": 4}, steps=3, microbatches=2, stages=2, pipelines=2, check_pure=False
+)
 JOBS = {"gpt": GPT, "mlp": MLP, "resnet": RESNET}
 OTHERS: dict[str, dict[str, Any]] = {
     "one stage": {"stages": 1, "blocks": 1, "redundancy": "none"},
