@@ -13,6 +13,9 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="bamboo-tests-")  # the notes of runs are no user's
 
 import hypothesis
+import pytest
+
+from tests.soaked import halve
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
@@ -23,6 +26,12 @@ hypothesis.settings.register_profile("bamboo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bamboo")
 
 gc.disable()  # until all tests are collected, which takes a quarter less: most of what that makes stays
+
+
+@pytest.hookimpl(tryfirst=True)  # before the marks decide
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves some cases to the soak."""
+    halve(items)
 
 
 def pytest_collection_finish() -> None:
