@@ -24,6 +24,7 @@ from engine.core.history.run_history import RunHistory, WorkerEnd, gaps, last_st
 from engine.core.history.run_records import (
     CrampedRecord,
     EpochRecord,
+    NoticeRecord,
     PaceRecord,
     PartitionRecord,
     PolicyRecord,
@@ -34,6 +35,7 @@ from engine.core.history.run_records import (
 from engine.core.job.samples import epoch_at
 from engine.core.ownership import Slot, by_slot
 from engine.core.protocol.run_status import CANNOT_LEAVE, LOADS, SLOW, WAITS, RunStatus, WorkerStatus
+from engine.core.texts import counted
 from engine.core.units import parse_duration
 
 _TOLD = (
@@ -100,6 +102,7 @@ def _policy(history: RunHistory) -> Iterator[str]:
         yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
     yield from (f"worker {each.of} {each.why}" for each in _cramped(history))
+    yield from (f"worker {worker} {why}" for worker, why in idle_members(history).items())
     leases = {each.node: each.lease_s for each in history.of(HostRecord) if each.lease_s}
     yield from (f"host {node} is lost after {leases[node]} s without a renewal of its lease" for node in leases)
     hosts = {each.of: each for each in history.of(NetworkRecord)}.values()
@@ -108,6 +111,26 @@ def _policy(history: RunHistory) -> Iterator[str]:
         worst_ns = max(each.worst_ns for each in hosts)
         silent_s, later_s = (after_ns + SILENT.more(worst_ns)) / 1e9, (LATER_NS + BACK.more(worst_ns)) / 1e9
         yield f"a worker is lost after {silent_s:.3g} s of silence; a broken transfer waits {later_s:.3g} s"
+
+
+def idle_members(history: RunHistory) -> dict[int, str]:
+    """Returns why a member owns nothing, in words, by its number; without those that the policy was not asked about."""
+    if not history.epochs:
+        return {}
+    job, epoch, answers = history.job, history.epochs[-1], history.of(PolicyRecord)
+    slots, num_members = len(epoch.owners), len(epoch.members)
+    came_ns = {each.of: each.at_ns for each in history.of(WaitingRecord)}
+    leaving = {each.of for each in history.of(NoticeRecord)}
+    why = answers[-1].why if answers else ""
+    if num_members > slots:
+        enough = f"start with --max-workers {num_members}, or resume with it"
+        why = f"{counted(slots, job.slot_noun)} for {num_members} workers; {enough}"
+    return {
+        worker: f"owns no {job.slot_noun}: {why if job.elastic else 'the run moves none (--no-elastic)'}"
+        for worker in epoch.members
+        if worker not in {*epoch.owners, *leaving, *(answers[-1].owners if answers else ())}
+        and (not job.elastic or (answers and answers[-1].at_ns >= came_ns.get(worker, 0)))
+    }
 
 
 def _cramped(history: RunHistory) -> list[CrampedRecord]:
