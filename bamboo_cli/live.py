@@ -198,7 +198,7 @@ class LivePicture:
         self._tell_output()
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
-            self._entitle(num_steps)
+            self._entitle(num_steps, is_interrupted=view.is_interrupted)
         elif now_s - self._said_s >= max(self._every_s(), self._said_s - self._moved_s):
             self._said_s, self._said = now_s, starting
             echo(self._line(view), err=True)
@@ -207,10 +207,10 @@ class LivePicture:
         """Returns the least seconds between two lines: one that says nothing new about the start can wait."""
         return _SAME_START_EVERY_S if self._starting and self._said == self._starting else _PLAIN_EVERY_S
 
-    def _entitle(self, num_steps: int) -> None:
-        """Puts the progress and the time left into the title of the terminal, if they have changed."""
+    def _entitle(self, num_steps: int, *, is_interrupted: bool) -> None:
+        """Puts the progress, and the time left of a run that goes on, into the title of the terminal."""
         title = f"{self._name}: step {num_steps}/{self.job.steps}"
-        if (left_s := self._left_s(num_steps)) is not None:
+        if (left_s := self._left_s(num_steps)) is not None and not is_interrupted:
             title += f", {timedelta(seconds=round(left_s))} left"
         if title != self._title:
             self._console.set_window_title(title)
@@ -271,7 +271,7 @@ class LivePicture:
         if run_state.validations:
             sets = run_state.validations[max(run_state.validations)]
             text += "".join(f"  {each}" for each in evaluation_words([asdict(each) for each in sets]))
-        return text + (self._wait(view) or self._time_left(run_state.committed + 1))
+        return text + (self._wait(view) or ("" if view.is_interrupted else self._time_left(run_state.committed + 1)))
 
     def _wait(self, view: RunView) -> str:
         """Returns for how long no step was committed, and the workers that training waits for; empty at first."""

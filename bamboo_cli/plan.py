@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.core.program.dry_run import DryRun, bubbles, dry_run, grid_lines, pe
 from engine.core.program.offload import with_copy_times
 from engine.core.program.passes import lazy_slots
 from engine.core.program.schedule_csv import name_of
+from engine.core.protocol.block_choice import is_run_dry, step_after_death, step_of
 from engine.core.texts import numbered, size_text
 
 Costs = Mapping[str, Any]  # of `layer_costs`
@@ -55,7 +56,7 @@ def print_plan(
     at_once = dry_run(program, ownership, cost, overlapping=True).makespan if pairs_in(job.schedule) else run.makespan
     if as_json:
         plan = _plain_plan(job, program, ownership, run) | {"blocks": job.blocks, "why_blocks": why_blocks or None}
-        plan |= {"makespan_with_overlap": at_once, "over_none": longer}
+        plan |= {"makespan_with_overlap": at_once, "over_none": longer, **_growth(job)}
         plan |= {"tensors": tensors_of(job, program, ownership, costs)} if costs is not None else {}
         _print_json(plan, job, faults, costs)
         return
@@ -66,10 +67,12 @@ def print_plan(
     if job.redundancy == "eager":
         echo(f"redundant forwards lengthen the step by {longer:.1%}")
     of_block = " of a block" if job.blocks > 1 else ""
-    costs_of = f"backward = 2 x forward{of_block}{_copies_text(job)}"
-    echo(f"predicted, with {costs_of}: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
+    costs_of = f"backward = 2 x forward{_copies_text(job)}"
+    echo(f"predicted, with {costs_of}: {_forwards(run.makespan, job)}, bubble {run.bubble:.1%} of the time")
     if at_once < run.makespan:
-        echo(f"with a handler that runs the actions of a pair at once: {at_once:g} units")
+        echo(f"with a handler that runs the actions of a pair at once: {_forwards(at_once, job)}")
+    for line in _growth_lines(job, _growth(job)):
+        echo(line)
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
     echo(f"peak stashed activations, in {'slices' if job.slices > 1 else 'microbatches'}{of_block}: {stash}")
     _print_faults(faults, job, costs)
@@ -89,6 +92,44 @@ def _plain_plan(job: Job, program: Program, ownership: Ownership, run: DryRun) -
         "shadows": _shadows(ownership),
         "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
     }
+
+
+def _forwards(time: float, job: Job) -> str:
+    """Returns a time in forwards of a stage, and of a block, as the grid has it, if a stage has several."""
+    of_stage = f"{time / job.blocks:g} forwards of a stage"
+    return of_stage if job.blocks == 1 else f"{of_stage} ({time:g} of a block)"
+
+
+def _growth(job: Job) -> dict[str, Any]:
+    """Returns the steps of an elastic job with other workers, in forwards of a stage; None for what it has not.
+
+    `standby` is about the workers that wait: the step after a death, then with one of them. `most` is about the most
+    workers: the step, and the number of workers that own something in it.
+    """
+    standby: dict[str, Any] = {"workers": [*range(job.num_workers, job.num_workers + job.standby)]}
+    if job.standby and job.elastic and job.num_workers > 1 and is_run_dry(job):
+        standby |= {"after_a_death": step_after_death(job), "replaced": step_after_death(job, 1)}
+    most: dict[str, Any] = {"workers": job.max_workers}
+    if job.max_workers and is_run_dry(job):
+        most |= step_of(job, job.max_workers)._asdict()
+    return {"standby": standby if job.standby else None, "most": most if job.max_workers else None}
+
+
+def _growth_lines(job: Job, growth: Mapping[str, Any]) -> Iterator[str]:
+    if standby := growth["standby"]:
+        line = f"{numbered('worker', standby['workers'])} {'waits' if job.standby == 1 else 'wait'} (--standby)"
+        line += " until another one is lost"
+        if "replaced" in standby:
+            line += f": a step then takes {standby['after_a_death']:.4g} forwards of a stage, and "
+            line += f"{standby['replaced']:.4g} once {'it' if job.standby == 1 else 'one of them'} has replaced it"
+        yield line
+    if most := growth["most"]:
+        line = f"{job.num_workers} to {job.max_workers} workers (--max-workers)"
+        if "time" in most:
+            own = "all of them own" if most["owners"] == job.max_workers else f"{most['owners']} of them own"
+            line += f": a step of {job.max_workers} takes {most['time']:.4g} forwards of a stage, and {own}"
+            line += f" {job.slot_noun}s"
+        yield line
 
 
 def _copies_text(job: Job) -> str:

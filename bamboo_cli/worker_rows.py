@@ -81,7 +81,8 @@ def awaited(workers: Sequence[WorkerView]) -> str:
             waits.append((view.inside_s, f"worker {view.worker}, in {view.progress.action} for {view.inside_s:.0f} s"))
     waits.sort(key=lambda wait: -wait[0])
     more = [f"{len(waits) - _MOST_NAMED} more"] if len(waits) > _MOST_NAMED else []
-    return "; ".join([text for _, text in waits[:_MOST_NAMED]] + more)
+    texts = [text for _, text in waits[:_MOST_NAMED]] + more
+    return ("; " if any("," in text for text in texts) else ", ").join(texts)
 
 
 def fitting(workers: Sequence[WorkerView], notable: Collection[int], most: int) -> tuple[list[WorkerView], str]:

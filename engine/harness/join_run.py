@@ -32,10 +32,12 @@ from engine.core.history.run_records import (
     EpochRecord,
     HeirsRecord,
     JobRecord,
+    PolicyRecord,
     Record,
 )
 from engine.core.job.bit_fields import compared_facts, different_facts
 from engine.core.job.job import Job
+from engine.core.protocol.run_status import idle_members
 from engine.core.texts import places_text
 from engine.files.events_file import GrowingEvents
 from engine.files.host_facts import host_facts
@@ -88,14 +90,16 @@ def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]
             raise NothingMatchedError(f"{folder.path.name} has not begun yet, and {then}", "try it again")
         if not folder.events.exists():
             raise NothingMatchedError(f"{run!r} is not a run folder", _others(run, results))
-        raise NothingMatchedError(f"{folder.path.name} has ended, and {then}", _others(run, folder.path.parent))
+        others = _others(run, folder.path.parent, (folder.path.name, LATEST))
+        raise NothingMatchedError(f"{folder.path.name} has ended, and {then}", others)
     return folder, history
 
 
-def _others(run: str, results: Path) -> str:
+def _others(run: str, results: Path, without: tuple[str, ...] = ()) -> str:
     """Returns in words the live run with the nearest name, or all live runs."""
-    live = live_runs(results)
-    return nearest(run, [*live, LATEST]) or (f"running now: {', '.join(live)}" if live else "no run is live there")
+    live = [name for name in live_runs(results) if name not in without]
+    names = [*live, *({LATEST} - {*without})]
+    return nearest(run, names) or (f"running now: {', '.join(live)}" if live else "no run is live there")
 
 
 def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
@@ -120,6 +124,7 @@ class AddedWorker:
         self._history = RunHistory()
         self._members: tuple[int, ...] = ()
         self._owned: tuple[int, ...] = ()
+        self._idle = ""  # why it owns nothing, as last said
         self._code: int | None = None
 
     def follow(self) -> Iterator[News]:
@@ -211,12 +216,13 @@ class AddedWorker:
                 yield self._said("started", f"worker {record.of} starts")
             elif self.worker is not None:
                 yield from self._of_worker(record)
+                yield from self._of_idle_worker(record)
 
     def _of_worker(self, record: Record) -> Iterator[News]:
         worker = required(self.worker, "the launcher has answered")
         match record:
             case WaitingRecord(of=of, lost="") if of == worker:
-                yield self._said("waits", f"worker {worker} has loaded code and data, and is waiting")
+                yield self._said("waits", f"worker {worker} has loaded code and data, and is waiting{self._limit()}")
             case WaitingRecord(of=of, lost=lost) if of == worker:
                 yield self._said("lost", f"worker {worker} {lost}")
             case CrampedRecord(of=of, why=why) if of == worker:
@@ -244,6 +250,19 @@ class AddedWorker:
             self._owned = owned
             slots = places_text(job.slot_noun, owned, job.slots, len(owners)) or "nothing"
             yield self._said("owns", f"worker {self.worker} owns {slots}, {after}", slots=list(owned))
+
+    def _of_idle_worker(self, record: Record) -> Iterator[News]:
+        if isinstance(record, EpochRecord | HeirsRecord | PolicyRecord):
+            why = idle_members(self._history).get(required(self.worker, "the launcher has answered"), "")
+            if why and why != self._idle:
+                yield self._said("idle", f"worker {self.worker} {why}")
+            self._idle = why
+
+    def _limit(self) -> str:
+        """Returns words about the most workers of the run if it has them, so that the worker waits for a free place."""
+        most, epochs = self._history.job.max_workers, self._history.epochs
+        is_full = 0 < most <= len(epochs[-1].members if epochs else ())
+        return f", because the run has {most} workers (--max-workers)" if is_full else ""
 
     def _said(self, event: str, text: str, **more: object) -> News:
         return {"event": event, "worker": self.worker, "step": self._history.committed, **more, "text": text}

@@ -52,9 +52,15 @@ def test_the_title_has_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(picture._console, "set_window_title", titles.append)
         for num_steps in (50, 100):
             picture._show(RunView(RunState(job, losses=[0.5] * num_steps), ()))
-            picture._entitle(num_steps)
+            picture._entitle(num_steps, is_interrupted=False)
             now[0] += 1.0
-    assert [title.partition(": ")[2] for title in titles] == ["step 50/7300", "step 100/7300, 0:02:24 left"]
+        view = RunView(RunState(job, losses=[0.5] * 150), (), is_interrupted=True)
+        picture._show(view)
+        picture._entitle(150, is_interrupted=True)
+        assert picture._line(view) == "stopping: step 150/7300  loss 0.5000", "nobody knows when it stops"
+    assert [title.partition(": ")[2] for title in titles] == [
+        *("step 50/7300", "step 100/7300, 0:02:24 left", "step 150/7300"),
+    ]
 
 
 def test_what_users_are_told_at_once_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +174,7 @@ def test_the_start_is_told_when_it_changes(
             states = {1: "starting", 2: "starting"} if now[0] < 12 else {1: "starting"}
             picture.show(RunView(RunState(job), views(job, states, doing=doing)))
     assert [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "starting: 1 of 3 workers ready; waiting for worker 1; worker 2",
+        "starting: 1 of 3 workers ready; waiting for worker 1, worker 2",
         "starting: 1 of 3 workers ready; waiting for worker 1, which builds the model for 5 s",
         "starting: 2 of 3 workers ready; waiting for worker 1, which builds the model for 12 s",
         "starting: 2 of 3 workers ready; waiting for worker 1, which builds the model for 42 s",
@@ -179,10 +185,10 @@ def test_those_waited_for_are_named_the_longest_first() -> None:
     job = Job(stages=3, steps=9)
     assert awaited(views(job, {}, silent_s=1.0)) == ""
     assert awaited(views(job, {}, inside_s=12.2)) == "worker 1, in 1F0 for 12 s"
-    assert awaited(views(job, dict.fromkeys(range(3), "starting"))) == "worker 0; worker 1; worker 2"
+    assert awaited(views(job, dict.fromkeys(range(3), "starting"))) == "worker 0, worker 1, worker 2"
     slow = views(job, dict.fromkeys(range(3), "starting"), doing="opens the data for 60 s (mine.py:12, in __getitem__)")
     assert awaited(slow) == ("worker 1, which opens the data for 60 s (mine.py:12, in __getitem__); worker 0; worker 2")
-    assert awaited(views(Job(stages=6, steps=9), dict.fromkeys(range(6), "starting"))).endswith("; 3 more")
+    assert awaited(views(Job(stages=6, steps=9), dict.fromkeys(range(6), "starting"))).endswith(", 3 more")
     assert awaited(views(job, {1: "dead"}, silent_s=60.0)) == ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.offload import with_copy_times
+from engine.core.protocol.block_choice import step_after_death
 from engine.harness import job_checks
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
@@ -166,3 +168,34 @@ def test_blocks_without_redundant_forwards_are_named(capsys: pytest.CaptureFixtu
     )
     print_plan(Job(**SIZES, redundancy="eager"), as_json=False)
     assert "stay lazy" not in capsys.readouterr().out
+
+
+def test_the_steps_with_other_workers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(stages=3, blocks=2, elastic=True, standby=1)
+    print_plan(job, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "predicted, with backward = 2 x forward: 30 forwards of a stage (60 of a block), bubble 20.0% of the time"
+        in lines
+    )
+    assert (
+        "worker 3 waits (--standby) until another one is lost: a step then takes 40.5 forwards of a stage, and 30 once "
+        "it has replaced it"
+    ) in lines
+    print_plan(replace(job, standby=2), as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["standby"] == {"workers": [3, 4], "after_a_death": step_after_death(job), "replaced": 30}
+    assert (said["most"], said["makespan"]) == (None, 60)
+
+
+def test_the_step_of_all_workers_that_may_join_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(stages=2, blocks=4, elastic=True, max_workers=8)
+    print_plan(job, as_json=False)
+    line = "2 to 8 workers (--max-workers): a step of 8 takes 11.25 forwards of a stage, and all of them own blocks"
+    assert line in capsys.readouterr().out.splitlines()
+    each_with_one = replace(job, stages=8, blocks=1)
+    print_plan(job, as_json=True)
+    most = json.loads(capsys.readouterr().out)["most"]
+    assert most == {"workers": 8, "time": dry_run(*initial_program(each_with_one)).makespan / 4, "owners": 8}
+    print_plan(replace(job, blocks=2, max_workers=3), as_json=False)
+    assert "and 2 of them own blocks" in capsys.readouterr().out

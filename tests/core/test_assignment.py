@@ -287,3 +287,13 @@ def test_a_joiner_stands_beside_workers_of_its_host() -> None:
     found = assign(dealt(grid, 2), range(3), MeasuredFacts(host_of=hosts))
     order = list(dict.fromkeys(found.owners))
     assert order.index(2) in (order.index(0) - 1, order.index(0) + 1)
+
+
+def test_a_whole_pipelines_worth_of_workers_joins_every_pipeline_however_many_there_are() -> None:
+    """The transfers of one pipeline do not wait for those of another: the workers of a large job share it out."""
+    for pipelines in (2, 4):
+        grid = Grid(32, 16, pipelines, blocks=4)
+        before = dealt(grid, 8 * pipelines)
+        found = assign(before, range(32 * pipelines))
+        assert {*found.owners} == {*range(32 * pipelines)}, found.why
+        assert found.gain > 0.4

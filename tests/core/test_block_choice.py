@@ -15,7 +15,7 @@ from engine.core.job.partition import known_ownership
 from engine.core.ownership import Ownership
 from engine.core.program.schedules import SCHEDULES
 from engine.core.protocol import block_choice
-from engine.core.protocol.block_choice import MOST_BLOCKS, NEAR, fewest_in_time, step_after_death
+from engine.core.protocol.block_choice import MOST_BLOCKS, NEAR, fewest_in_time, step_after_death, step_of
 
 JOBS = (
     *(Job(stages=stages, microbatches=8) for stages in (2, 3, 4, 6)),
@@ -94,12 +94,58 @@ def test_three_workers_share_the_halves_of_a_dead_one() -> None:
     assert [step_after_death(Job(stages=3, blocks=number)) for number in (1, 2, 3, 4)] == [51, 40.5, 43, 40.5]
     assert block_choice.block_choice(Job(stages=3), 4) == (
         2,
-        "a step after a death takes 51 units with 1 block per stage and 40.5 with 2",
+        "a step after a death takes 51 forwards of a stage with 1 block per stage and 40.5 with 2",
     )
     assert block_choice.block_choice(Job(stages=2), 4) == (
         1,
-        "a step after a death takes 48 units with 1 block per stage, and no more make it shorter",
+        "a step after a death takes 48 forwards of a stage with 1 block per stage, and no more make it shorter",
     )
+
+
+GROWING = (
+    *(Job(stages=2, max_workers=most, elastic=True) for most in (3, 4, 5, 7, 8)),
+    Job(stages=1, max_workers=4, elastic=True),
+    Job(stages=2, pipelines=2, max_workers=8, elastic=True),
+    Job(stages=1, pipelines=2, fsdp=1, max_workers=7, elastic=True),
+    *(
+        Job(stages=4, stages_per_worker=2, schedule=name, max_workers=8, elastic=True)
+        for name in ("interleaved", "zbv")
+    ),
+)
+
+
+@pytest.mark.parametrize("job", GROWING, ids=lambda job: f"{job.schedule} {job.pipelines} {job.max_workers}")
+def test_a_job_that_may_grow_has_blocks_for_all_workers_and_no_more(job: Job) -> None:
+    choice = block_choice.block_choice(job, 16)
+    assert check_job(replace(job, blocks=choice.blocks)) == []
+    steps = {number: step_of(replace(job, blocks=number), job.max_workers) for number in range(1, 17)}
+    assert steps[choice.blocks].owners == job.max_workers
+    wide = job.max_workers * job.stages_per_worker
+    assert steps[choice.blocks].time <= 1.05 * min(
+        step.time for number, step in steps.items() if wide <= number * job.stages * job.pipelines <= 2 * wide
+    )
+    assert all(
+        step.owners < job.max_workers or step.time > 1.05 * steps[choice.blocks].time
+        for number, step in steps.items()
+        if number < choice.blocks
+    )
+    assert f"a step of {job.max_workers} workers takes" in choice.why
+
+
+def test_few_layers_bound_the_workers_that_own() -> None:
+    job = Job(stages=2, max_workers=3, elastic=True)
+    choice = block_choice.block_choice(job, 2)
+    assert (choice.blocks, choice.why.rpartition("; ")[2]) == (2, "2 of 3 workers own blocks then")
+    assert block_choice.block_choice(job, None) == (2, "3 workers need 2")
+    assert block_choice.block_choice(replace(job, max_workers=9), 3).blocks == 3, "which a rule of jobs refuses"
+
+
+def test_a_large_job_that_may_grow_is_not_run_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_choice, "step_of", None)
+    job = Job(stages=8, pipelines=4, microbatches=16, max_workers=100, elastic=True)
+    choice = block_choice.block_choice(job, 32)
+    assert choice.blocks == 6, "two blocks of 192 for each worker, and not one or two of 128"
+    assert choice.why == ("the fullest of 100 workers has 0.5 of a stage with 4 blocks per stage and 0.3333 with 6")
 
 
 def test_the_steps_of_a_run_do_not_depend_on_the_blocks_that_a_job_has_by_now() -> None:
@@ -131,9 +177,9 @@ def test_large_jobs_have_fewer_dry_runs_and_very_large_ones_none(monkeypatch: py
     lost: list[int] = []
     without = block_choice._step_without
 
-    def seen(job: Job, ownership: Ownership, victim: int) -> float:
+    def seen(job: Job, ownership: Ownership, victim: int, joiners: int) -> float:
         lost.append(victim)
-        return without(job, ownership, victim)
+        return without(job, ownership, victim, joiners)
 
     monkeypatch.setattr(block_choice, "_step_without", seen)
     step_after_death(Job(stages=8, microbatches=8))

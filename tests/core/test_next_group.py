@@ -134,6 +134,17 @@ def test_a_worker_that_waits_makes_up_for_one_that_is_missing_or_leaves() -> Non
     assert full._replace(members=(0, 1), waiting=(3, 4), eager=(4,)).joiners == (4,)
 
 
+def test_no_more_join_than_may_train_at_the_same_time() -> None:
+    known = joining()[0].membership._replace(waiting=(3, 4, 5), eager=(3, 4, 5))
+    assert known.joiners == (3, 4, 5)
+    limited = known._replace(options=replace(known.options, workers=3, most_workers=4))
+    assert limited.joiners == (3,)
+    assert limited._replace(leaving=(1,)).joiners == (3, 4)
+    assert limited._replace(members=(0, 1), eager=(5,)).joiners == (5,)
+    assert limited._replace(members=(0, 1, 2, 6)).joiners == ()
+    assert limited._replace(members=(0, 1, 2, 6, 7)).joiners == ()
+
+
 def test_the_joiner_that_dies_ends_the_attempt_and_no_epoch_begins() -> None:
     state, _ = joining()
     state, outputs = given(state, killed(3))

@@ -20,6 +20,34 @@ def test_a_negative_number_is_refused() -> None:
     assert problem == "standby: expected a whole number >= 0, found -1"
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"max_workers": 3}, "expected a whole number >= 4, found 3 (the job starts with 4 workers)"),
+        (
+            {"max_workers": 9, "blocks": 2},
+            "expected a whole number <= 8, found 9 (a worker owns at least one block, and there are 4 stages of 2 "
+            "blocks)",
+        ),
+        (
+            {"max_workers": 9, "pipelines": 2},
+            "expected a whole number <= 8, found 9 (a worker owns at least one stage, and each of the 2 pipelines has "
+            "4 stages)",
+        ),
+        (
+            {"max_workers": 4, "elastic": False},
+            "expected 0 without elastic, found 4 (no stage moves to a worker that joins: give --elastic)",
+        ),
+        ({"max_workers": -1}, "expected a whole number >= 0, found -1"),
+        ({"max_workers": 5000}, "expected a whole number <= 4096, found 5000"),
+        ({"max_workers": 8, "blocks": 2}, ""),
+    ],
+)
+def test_the_most_workers_can_all_own(fields: dict[str, Any], problem: str) -> None:
+    job = Job(**{"elastic": True, **fields})
+    assert [str(each) for each in check_job(job)] == ([f"max_workers: {problem}"] if problem else [])
+
+
 @looped("schedule", SCHEDULES)
 def test_workers_may_join_under_every_schedule(schedule: str) -> None:
     known, ways = SCHEDULES[schedule], directions_of(schedule)

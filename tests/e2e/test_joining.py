@@ -120,6 +120,58 @@ def test_a_worker_that_joins_reads_a_stream_from_its_beginning_and_takes_over(la
     assert command.wait(20).code == 0
 
 
+@pytest.mark.soak
+def test_as_many_workers_as_a_pipeline_has_take_a_share_of_both_pipelines(launch: Launch) -> None:
+    """Two pipelines of two stages get four workers more, and each owns one of eight blocks; the bits are the twin's."""
+    grid = ("--pipelines", "2", "--stages", "2", "--max-workers", "8", "--steps", "120", "--kill", "118:0")
+    run = launch("run", *TIMED, *grid, "--json")
+    run.wait_until(lambda: run.events("commit"))
+    commands = [joined(launch, run) for _ in range(4)]
+    run.wait_until(lambda: {*run.events("epoch")[-1]["owners"]} == {*range(8)})
+    owners = run.events("epoch")[-1]["owners"]
+    assert all({*owners[first : first + 4]} & {4, 5, 6, 7} for first in (0, 4)), owners
+    done = run.wait(200)
+    assert done.code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["twin"]["difference"], said["blocks"]) == (None, 2)
+    assert said["why_blocks"].startswith("a step of 8 workers takes ")
+    assert "blocks: 2 per stage, because a step of 8 workers takes " in done.stderr
+    assert [command.wait(20).code for command in commands] == [0] * 4
+
+
+def test_a_worker_beyond_the_most_waits_until_another_one_leaves(launch: Launch) -> None:
+    run = launch("run", *TIMED, "--stages", "2", "--max-workers", "3", "--steps", "100000")
+    run.wait_until(lambda: run.events("commit"))
+    third = joined(launch, run)
+    run.wait_until(lambda: owns(run, 2))
+    fourth = joined(launch, run)
+    run.wait_until(lambda: told(fourth, "waits"))
+    (waits,) = told(fourth, "waits")
+    assert waits["text"].endswith(" is waiting, because the run has 3 workers (--max-workers)")
+    committed = len(run.events("commit"))
+    run.wait_until(lambda: len(run.events("commit")) > committed + 10)
+    assert run.events("epoch")[-1]["members"] == [0, 1, 2]
+    third.interrupt(signal.SIGINT)
+    assert third.wait(60).code == 0
+    run.wait_until(lambda: owns(run, 3))
+    assert run.events("epoch")[-1]["members"] == [0, 1, 3]
+    run.interrupt(signal.SIGTERM)
+    run.wait(60)
+
+
+def test_a_worker_that_gets_no_stage_is_told_why(launch: Launch) -> None:
+    run = launch("run", *TIMED, "--stages", "2", "--blocks", "1", "--elastic", "--steps", "100000")
+    run.wait_until(lambda: run.events("commit"))
+    command = joined(launch, run)
+    run.wait_until(lambda: told(command, "idle"))
+    why = "worker 2 owns no stage: 2 stages for 3 workers; start with --max-workers 3, or resume with it"
+    assert [each["text"] for each in told(command, "idle")] == [why]
+    status = launch("status", "latest", "--results", str(run.folder / "results")).wait(60)
+    assert why in " ".join(status.stdout.split())
+    run.interrupt(signal.SIGTERM)
+    run.wait(60)
+
+
 def test_a_run_that_takes_no_workers_or_has_ended_refuses(launch: Launch) -> None:
     run = launch("run", *MLP, "--stages", "2", "--steps", "100000", "--no-elastic")
     run.wait_until(lambda: run.events("commit"))

@@ -118,7 +118,10 @@ def test_the_blocks_that_auto_chooses_are_told_first_kept_and_handed_over(launch
     launcher = launch("run", *words, "--validate-every", "0", "--kill", "3:2", "--no-elastic", "--json")
     done = launcher.wait()
     assert done.code == 0, done.stderr
-    said, why = json.loads(done.stdout), "a step after a death takes 51 units with 1 block per stage and 40.5 with 2"
+    said, why = (
+        json.loads(done.stdout),
+        "a step after a death takes 51 forwards of a stage with 1 block per stage and 40.5 with 2",
+    )
     assert (said["blocks"], said["why_blocks"]) == (2, why)
     assert done.stderr.splitlines()[0] == f"blocks: 2 per stage, because {why}"
     facts = json.loads((launcher.folder / said["run_dir"] / "run.json").read_text())

@@ -180,8 +180,8 @@ def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(
     ]
     given_up, lost = ending.view.run_state.notes
     assert given_up.startswith("worker 3 (pid ")
-    assert ", which was no member yet, has not loaded its code and data within 600 s, and is given up; see " in given_up
-    assert lost == "worker 3, which was no member yet, was killed (SIGKILL)"
+    assert ", not yet a member, has not loaded its code and data within 600 s, and is given up; see " in given_up
+    assert lost == "worker 3, not yet a member, was killed (SIGKILL)"
     assert len([event for event in events if event["event"] == "epoch"]) == 1
 
 

@@ -52,7 +52,10 @@ def test_auto_chooses_where_no_worker_joins_too(flags: dict[str, str]) -> None:
     assert found.job == resolution(*DEEP, **{"elastic": "true", **flags}).job
     assert found.origins["blocks"] == f"--blocks (auto: {found.why_blocks})"
     assert found.blocks_line == f"blocks: {found.job.blocks} per stage, because {found.why_blocks}"
-    assert f"takes {step_after_death(replace(found.job, blocks=1)):.4g} units with 1 block" in found.why_blocks
+    assert (
+        f"takes {step_after_death(replace(found.job, blocks=1)):.4g} forwards of a stage with 1 block"
+        in found.why_blocks
+    )
     assert f"{step_after_death(found.job):.4g} with {found.job.blocks}" in found.why_blocks
 
 
@@ -62,7 +65,7 @@ def test_auto_is_taken_wherever_a_value_is() -> None:
     assert resolve_job(None, {"BAMBOO_BLOCKS": "auto"}, DEEP, {}, offered=readable).job == flag
     Path("job.yaml").write_text("blocks: auto\n")
     assert resolve_job(Path("job.yaml"), {}, DEEP, {}, offered=readable).job == flag
-    with pytest.raises(UserError, match="expected a whole number, or auto, found 'most'"):
+    with pytest.raises(UserError, match="expected a whole number >= 1, or auto, found 'most'"):
         resolution(blocks="most")
     with pytest.raises(UserError, match="expected a whole number, found 'auto'"):
         resolution(stages="auto")
@@ -103,6 +106,29 @@ def test_the_smallest_stage_bounds_the_blocks() -> None:
 def test_a_cut_that_only_the_workers_know_has_one_block() -> None:
     found = resolution(*DEEP, "partition=parameters", standby="1")
     assert (found.job.blocks, found.why_blocks) == (1, "only the workers know the layers of the stages")
+
+
+def test_the_most_workers_make_a_job_elastic_with_blocks_for_all_of_them() -> None:
+    found = resolution(*DEEP, max_workers="12")
+    assert (found.job.elastic, found.job.blocks, found.job.max_workers) == (True, 3, 12)
+    assert found.blocks_line.startswith("blocks: 3 per stage, because a step of 12 workers takes ")
+    assert found.origins["elastic"] == FOR_JOINERS
+    job = resolution(*DEEP, "max_workers=12", "elastic=true", blocks="4").job
+    assert (job.elastic, job.blocks) == (True, 4)
+    assert resolution(*DEEP, max_workers="12", pipelines="2", blocks="auto").job.blocks == 3, "two of 24 each"
+    with pytest.raises(UserError, match="--max-workers: expected a whole number <= 16, found 17"):
+        resolution(*DEEP, max_workers="17")
+    with pytest.raises(UserError, match="--max-workers: expected 0 without elastic, found 12"):
+        resolution(*DEEP, max_workers="12", elastic="false")
+    Path("run.json").write_text(json.dumps({"job": asdict(found.job), "origins": {}, "host": {}}))
+    assert resolution().job == found.job
+
+
+def test_a_record_with_too_few_blocks_gets_as_many_as_more_workers_need() -> None:
+    Path("run.json").write_text(json.dumps({"job": asdict(resolution(*DEEP).job), "origins": {}, "host": {}}))
+    job = resolution(max_workers="12").job
+    assert (job.elastic, job.blocks) == (True, 3), "the blocks of the record are too few"
+    assert resolution(max_workers="12", blocks="4").job.blocks == 4
 
 
 def test_a_value_that_is_given_wins() -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from engine.core.errors import BambooError, ExitCode
 from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
-from engine.core.history.run_records import VERSION, AddedRecord, CrampedRecord, JobRecord
+from engine.core.history.run_records import (
+    VERSION,
+    AddedRecord,
+    CrampedRecord,
+    EpochRecord,
+    JobRecord,
+    PolicyRecord,
+    Record,
+)
 from engine.core.job.job import Job
 from engine.files.host_facts import host_facts
 from engine.files.linked_lines import add_records
@@ -76,6 +84,17 @@ def test_a_run_that_is_not_there_or_has_ended(tmp_path: Path, run: Made) -> None
     assert (code, "has ended" in text) == (ExitCode.NOTHING_MATCHED, True)
 
 
+@pytest.mark.parametrize("name", ["latest", NAME])
+def test_a_run_that_has_ended_is_not_suggested_again(tmp_path: Path, run: Made, name: str) -> None:
+    folder = run(ELASTIC)
+    (tmp_path / "latest").symlink_to(NAME)
+    assert run_to_join(tmp_path, name).path.name == NAME
+    add_records(folder.events, TrainingEndedRecord(outcome="finished", exit_code=0))
+    code, text = refused(tmp_path, name)
+    assert (code, f"{NAME} has ended" in text) == (ExitCode.NOTHING_MATCHED, True)
+    assert text.endswith("(no run is live there)"), "its launcher still lives, as of one that compares with the twin"
+
+
 def test_a_name_that_is_like_none_brings_the_runs_that_go_on(tmp_path: Path, run: Made) -> None:
     run(ELASTIC)
     for unlike in ("x", str(tmp_path)):
@@ -102,20 +121,63 @@ def test_the_command_says_that_its_worker_waits_for_memory(monkeypatch: pytest.M
     folder = run(ELASTIC)
     (cramped, free) = (CrampedRecord(at_ns=7, of=3, why=why) for why in ("keeps waiting: one block takes 2 MB", ""))
     waits, other = WaitingRecord(at_ns=6, of=3, lost=""), CrampedRecord(at_ns=7, of=4, why="waits on")
-    ended = TrainingEndedRecord(outcome="finished", exit_code=0)
+    assert followed(monkeypatch, folder, waits, other, cramped, free) == [
+        ("waits", "worker 3 has loaded code and data, and is waiting"),
+        ("cramped", "worker 3 keeps waiting: one block takes 2 MB"),
+        ("cramped", "worker 3 has memory enough now, and may join"),
+    ]
+
+
+def followed(monkeypatch: pytest.MonkeyPatch, folder: RunFolder, *records: Record) -> list[tuple[str, str]]:
+    """Returns what the command says of worker 3 while records come, as (event, text)."""
 
     def added() -> AddedRecord:
         (request,) = folder.path.glob("join-*")
         return AddedRecord(at_ns=5, request=request.name, of=3, joins=True)
 
-    coming = iter([added, lambda: waits, lambda: other, lambda: cramped, lambda: free, lambda: ended])
+    ended = TrainingEndedRecord(outcome="finished", exit_code=0)
+    coming = iter([added, *((lambda each=each: each) for each in (*records, ended))])
     monkeypatch.setattr(join_run, "_pause", lambda is_breakable: add_records(folder.events, next(coming)()))
-    told = [(each["event"], each["text"]) for each in AddedWorker(folder, is_standby=False).follow()]
-    assert told[2:4] == [
-        ("cramped", "worker 3 keeps waiting: one block takes 2 MB"),
-        ("cramped", "worker 3 has memory enough now, and may join"),
+    return [(each["event"], each["text"]) for each in AddedWorker(folder, is_standby=False).follow()][1:-1]
+
+
+def epoch(number: int, *members: int, owners: tuple[int, ...]) -> EpochRecord:
+    return EpochRecord(
+        at_ns=10 + number,
+        epoch=number,
+        members=members,
+        verdict=(),
+        reason="x",
+        planned=True,
+        owners=owners,
+        shadows=((),) * len(owners),
+    )
+
+
+def test_the_command_says_why_its_worker_owns_nothing(monkeypatch: pytest.MonkeyPatch, run: Made) -> None:
+    folder = run(Job(stages=3, elastic=True))
+    told = followed(
+        *(monkeypatch, folder, epoch(1, 0, 1, 2, owners=(0, 1, 2)), WaitingRecord(at_ns=12, of=3, lost="")),
+        epoch(2, 0, 1, 2, 3, owners=(0, 1, 2)),
+        PolicyRecord(at_ns=13, step=4, why="nothing moves", owners=()),
+        PolicyRecord(at_ns=14, step=5, why="nothing moves again", owners=()),
+        epoch(3, 0, 1, 3, owners=(0, 1, 1)),
+        PolicyRecord(at_ns=15, step=6, why="a stage moves", owners=(0, 1, 3)),
+        epoch(4, 0, 1, 3, owners=(0, 1, 3)),
+    )
+    assert [text for event, text in told if event == "idle"] == [
+        "worker 3 owns no stage: 3 stages for 4 workers; start with --max-workers 4, or resume with it",
+        "worker 3 owns no stage: nothing moves again",
     ]
-    assert [event for event, _ in told] == ["started", "waits", "cramped", "cramped", "run ended"]
+    assert [event for event, _ in told] == ["waits", "member", "idle", "idle", "owns"]
+
+
+def test_the_command_says_that_the_run_has_no_place(monkeypatch: pytest.MonkeyPatch, run: Made) -> None:
+    folder = run(Job(stages=3, elastic=True, max_workers=3))
+    told = followed(monkeypatch, folder, epoch(1, 0, 1, 2, owners=(0, 1, 2)), WaitingRecord(at_ns=12, of=3, lost=""))
+    assert told == [
+        ("waits", "worker 3 has loaded code and data, and is waiting, because the run has 3 workers (--max-workers)")
+    ]
 
 
 def test_a_worker_that_dies_is_told_of_though_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, run: Made) -> None:

@@ -126,6 +126,7 @@ class Case:
     elastic: bool = False  # the host asks the policy for wanted owners
     again: int = 0  # each such word of a worker, about, comes a second time, and late; 0 for none
     joining: int = 0  # the last of them, which join without a failure
+    most_workers: int = 0  # that train at the same time; 0 without a limit
     hosts: int = 0  # each with an agent of its own, of which another one coordinates when one is lost; 0 for one host
     losses: tuple[HostLoss, ...] = ()
     sleeps: tuple[Sleep, ...] = ()  # of coordinators; actions are slow then, and the clock ticks all the time

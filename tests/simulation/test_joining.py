@@ -56,6 +56,22 @@ def test_a_joiner_that_hangs_holds_nobody_up() -> None:
     assert world.membership.committed_ns < ended(replace(SMALL, steps=5)).membership.committed_ns + MS
 
 
+def test_as_many_workers_as_a_pipeline_has_take_a_share_of_both_pipelines() -> None:
+    world = ended(Case(stages=4, blocks=2, pipelines=2, microbatches=4, steps=12, elastic=True, waiting=4, joining=4))
+    owners = world.membership.owners
+    assert {*owners} == {*range(8)}, "one block of eight for each"
+    assert all({*owners[first : first + 4]} & {4, 5, 6, 7} for first in (0, 4)), owners
+
+
+def test_workers_beyond_the_most_wait_until_one_of_the_others_is_lost() -> None:
+    limited = replace(JOINING, waiting=3, joining=3, most_workers=4, steps=8)
+    world = ended(limited)
+    assert (len(world.membership.members), len(world.membership.waiting)) == (4, 2)
+    world = ended(replace(limited, faults=(Fault(0, "COMMIT", 5),)))
+    assert 0 not in world.membership.members
+    assert (len(world.membership.members), len(world.membership.waiting)) == (4, 1)
+
+
 @pytest.mark.parametrize("stride", [7, soaked(1)])
 def test_every_death_around_a_join(stride: int) -> None:
     moments = run(JOINING).moments

@@ -68,7 +68,7 @@ def first_ownership(
 
 
 @cache
-def first_state(ownership: Ownership, redundancy: Redundancy, steps: int) -> State:
+def first_state(ownership: Ownership, redundancy: Redundancy, steps: int, most_workers: int = 0) -> State:
     """Returns the first state of the membership protocol."""
     shadows = ownership.shadows or ((),) * len(ownership.owners)
     redundant = redundancy != "none"
@@ -76,7 +76,12 @@ def first_state(ownership: Ownership, redundancy: Redundancy, steps: int) -> Sta
     workers = len(ownership.workers())
     sharded = grid.fsdp > 0
     options = Options(
-        stages=grid.stages, redundant=redundant, sharded=sharded, max_restarts=MOST_RESTARTS, workers=workers
+        stages=grid.stages,
+        redundant=redundant,
+        sharded=sharded,
+        max_restarts=MOST_RESTARTS,
+        workers=workers,
+        most_workers=most_workers,
     )
     return first_membership(options, ownership.owners, shadows, steps - 1, 0)
 
@@ -144,7 +149,7 @@ class World:
 
     def first_state(self) -> State:
         """Returns the first state of the membership protocol."""
-        return first_state(self.ownership, self.case.redundancy, self.case.steps)
+        return first_state(self.ownership, self.case.redundancy, self.case.steps, self.case.most_workers)
 
     def takes(self, case: Case) -> None:
         """Takes the seed and the faults of a case of its shape."""

@@ -29,6 +29,7 @@ _CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
     "adapt_schedule": 0,
     "standby": 0,
+    "max_workers": 0,
     "retain": "device",
     "offload": "none",
     "offload_time": Job().offload_time,

@@ -86,6 +86,11 @@ class Job:
     standby: int = described(
         0, "extra workers, with code and data loaded, that replace dead ones; makes the job elastic"
     )
+    max_workers: int = described(
+        0,
+        "most workers that train at the same time; others wait; makes the job elastic, with blocks for all of them "
+        "(--blocks auto); 0 = no limit",
+    )
     pipelines: int = described(1, "data-parallel copies of the whole model (D)")
     microbatches: int = described(8, "microbatches per pipeline and step (M)")
     microbatch_size: int = described(4, "samples per microbatch")
@@ -398,6 +403,7 @@ _AT_LEAST = {
     "workers": 0,
     "restarts": 0,
     "standby": 0,
+    "max_workers": 0,
     "activation_checkpoint": 0,
     "audit": 0,
     "layer_norms": 0,
@@ -414,6 +420,7 @@ AT_MOST = {
     "stages": 4096,
     "blocks": 4096,
     "standby": 1024,
+    "max_workers": 4096,
     "pipelines": 1024,
     "microbatches": 65536,
     "slices": 4096,

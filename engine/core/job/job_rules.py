@@ -209,7 +209,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
         problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     shape = job.stages, job.stages_per_worker, job.program_microbatches
     problems += check_schedule(job.schedule, *shape, job.placement, job.slices)
-    problems += [*_check_directions(job), *_check_blocks(job), *_check_device(job, nccl_on_cpu)]
+    problems += [*_check_directions(job), *_check_blocks(job), *_check_growth(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *metric_problems(job)]
     problems += argument_problems("predict_args", PREDICT_ARGUMENTS, job.predict_args, all_of=False)
@@ -338,6 +338,23 @@ def _check_workers(job: Job) -> list[Problem]:
         hint = "the owners of a stage hold its shards, one in each pipeline"
         return [Problem("workers", "0 with fsdp", repr(job.workers), hint)]
     return []
+
+
+def _check_growth(job: Job) -> list[Problem]:
+    """Each worker owns at least one slot of one pipeline, and moves must be allowed."""
+    expected = hint = ""
+    slots, least = job.slots * job.pipelines, job.num_workers
+    if job.max_workers and not job.elastic:
+        expected, hint = "0 without elastic", "no stage moves to a worker that joins: give --elastic"
+    elif 0 < job.max_workers < least:
+        expected, hint = f"a whole number >= {least}", f"the job starts with {counted(least, 'worker')}"
+    elif AT_MOST["max_workers"] >= job.max_workers > slots:
+        where = f"each of the {job.pipelines} pipelines has" if job.pipelines > 1 else "there are"
+        expected, hint = (
+            f"a whole number <= {slots}",
+            f"a worker owns at least one {job.slot_noun}, and {where} {job.cut}",
+        )
+    return [Problem("max_workers", expected, repr(job.max_workers), hint)] if expected else []
 
 
 def _check_streams(job: Job) -> list[Problem]:

@@ -92,7 +92,8 @@ def _small_stages(starts: Sequence[int], num_layers: int, blocks: int) -> list[P
 
 
 def _too_many(blocks: int, most: int, why: str) -> Problem:
-    return Problem("blocks", f"a whole number <= {most}", repr(blocks), f"a block has at least one layer, and {why}")
+    expected = f"a whole number from 1 to {most}" if most > 1 else "1"
+    return Problem("blocks", expected, repr(blocks), f"a block has at least one layer, and {why}")
 
 
 def _uniform(num_layers: int, num_parts: int) -> tuple[int, ...]:

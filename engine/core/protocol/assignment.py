@@ -45,7 +45,7 @@ from engine.core.texts import counted, numbered, size_text
 
 HORIZON_STEPS = 100  # in which a move must have paid
 _LEAST_GAIN = 0.02  # of a step, below which nothing moves of the policy's own will
-_FURTHER_RUN = 0.02  # of a step, for the transfers of each run, which a dry run does not count
+_FURTHER_RUN = 0.02  # of a step, for the transfers of each run of a pipeline, which a dry run does not count
 _LOOSER = (1.0, 1.25, 2.0)  # times the least limit
 _KEPT = 1.08  # times the step, in which a slow worker keeps a slot
 _STEADY = 16  # microbatches; any further one takes as long as the slowest worker
@@ -278,7 +278,8 @@ class _Options:
         time = self.times[owners]
         moved = sum(self.price(owner, place) for place, owner in enumerate(owners))
         num_runs, of_job = sum(map(len, runs_of(owners, self.grid))), self.order.stages_per_worker
-        transfers = 1 + _FURTHER_RUN * (num_runs if of_job == 1 else max(num_runs, of_job * self.num_workers))
+        counted_runs = num_runs if of_job == 1 else max(num_runs, of_job * self.num_workers)
+        transfers = 1 + _FURTHER_RUN * counted_runs / self.grid.pipelines
         # Nine digits: the same sum in another order is the same price.
         price = float(f"{HORIZON_STEPS * time * transfers + (self.move_time(moved) if moved else 0.0):.9g}")
         return _Option(price, moved, owners, time)

@@ -260,6 +260,7 @@ def first_state(
         form_ns=patience_ns,
         max_restarts=_MAX_RESTARTS,
         workers=len(ownership.workers()),
+        most_workers=job.max_workers,
         begun=begun,
         silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
         hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),

@@ -340,7 +340,7 @@ def _waiting(state: CoordinatorState, old: State) -> Iterable[CoordinatorOutput]
         if out.worker not in old.lost:
             yield Write(WaitingRecord(of=out.worker, lost=out.why))
             if not ends:
-                yield Note(f"worker {out.worker}, which was no member yet, {out.why}")
+                yield Note(f"worker {out.worker}, not yet a member, {out.why}")
 
 
 def tell_all(state: CoordinatorState, message: ToWorker) -> Tell:

@@ -24,6 +24,7 @@ from engine.core.history.run_history import RunHistory, WorkerEnd, gaps, last_st
 from engine.core.history.run_records import (
     CrampedRecord,
     EpochRecord,
+    NoticeRecord,
     PaceRecord,
     PartitionRecord,
     PolicyRecord,
@@ -35,6 +36,7 @@ from engine.core.job.samples import epoch_at
 from engine.core.ownership import Slot, by_slot
 from engine.core.protocol.state import State
 from engine.core.protocol.verdicts import unable_to_leave
+from engine.core.texts import counted
 from engine.core.units import parse_duration
 
 Slots = tuple[Slot, ...]
@@ -229,7 +231,7 @@ def _policy(history: RunHistory) -> Iterator[str]:
     cramped = {each.of: each for each in since_start(history, CrampedRecord)}
     ends = worker_ends(history)
     waiting = {worker: last.why for worker, last in sorted(cramped.items()) if last.why and worker not in ends}
-    yield from (f"worker {worker} {why}" for worker, why in waiting.items())
+    yield from (f"worker {worker} {why}" for worker, why in (waiting | idle_members(history)).items())
     leases = {each.node: each.lease_s for each in history.of(HostRecord) if each.lease_s}
     yield from (f"host {node} is lost after {leases[node]} s without a renewal of its lease" for node in leases)
     hosts = {each.of: each for each in history.of(NetworkRecord)}.values()
@@ -238,6 +240,26 @@ def _policy(history: RunHistory) -> Iterator[str]:
         worst_ns = max(each.worst_ns for each in hosts)
         silent_s, later_s = (after_ns + SILENT.more(worst_ns)) / 1e9, (LATER_NS + BACK.more(worst_ns)) / 1e9
         yield f"a worker is lost after {silent_s:.3g} s of silence; a broken transfer waits {later_s:.3g} s"
+
+
+def idle_members(history: RunHistory) -> dict[int, str]:
+    """Returns why a member owns nothing, in words, by its number; without those that the policy was not asked about."""
+    if not history.epochs:
+        return {}
+    job, epoch, answers = history.job, history.epochs[-1], history.of(PolicyRecord)
+    slots, num_members = len(epoch.owners), len(epoch.members)
+    came_ns = {each.of: each.at_ns for each in history.of(WaitingRecord)}
+    leaving = {each.of for each in history.of(NoticeRecord)}
+    why = answers[-1].why if answers else ""
+    if num_members > slots:
+        enough = f"start with --max-workers {num_members}, or resume with it"
+        why = f"{counted(slots, job.slot_noun)} for {num_members} workers; {enough}"
+    return {
+        worker: f"owns no {job.slot_noun}: {why if job.elastic else 'the run moves none (--no-elastic)'}"
+        for worker in epoch.members
+        if worker not in {*epoch.owners, *leaving, *(answers[-1].owners if answers else ())}
+        and (not job.elastic or (answers and answers[-1].at_ns >= came_ns.get(worker, 0)))
+    }
 
 
 def _phase(history: RunHistory) -> str:

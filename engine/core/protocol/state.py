@@ -141,6 +141,7 @@ class Options:
     max_repeats: int = 3  # empty verdicts for one symptom without a commit in between
     max_restarts: int = 0  # of the workers, before the first commit
     workers: int = 0  # of the job: waiting workers make up for those that are missing, without a failure, too
+    most_workers: int = 0  # that train at the same time, 0 without a limit: others wait on
     begun: int = -1  # the last step that was committed before the job began, of its checkpoint; -1 for none
 
 
@@ -288,8 +289,9 @@ class State(NamedTuple):
         if not self.waiting:
             return ()
         able = self.able_to_join
-        eager = [worker for worker in able if worker in self.eager]
         staying = len([worker for worker in self.members if worker not in self.leaving])
+        room = max(0, self.options.most_workers - staying) if self.options.most_workers else len(able)
+        eager = [worker for worker in able if worker in self.eager][:room]
         missing = max(0, workers - staying - len(eager))
         others = [worker for worker in able if worker not in self.eager]
         return tuple(sorted((*eager, *others[:missing])))

@@ -105,7 +105,7 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
 # that asks for elasticity has them by itself: with it, and with `--blocks auto`, dry runs choose the blocks once
 # (`offered`), so each later reader finds a number.
 
-FOR_JOINERS = "default with elastic or standby"  # the origin of such a value
+FOR_JOINERS = "default with elastic, standby or max_workers"  # the origin of such a value
 FOR_SEVERAL = "default with several workers"
 
 
@@ -114,18 +114,26 @@ def with_elastic_defaults(
 ) -> tuple[Job, dict[str, str], str]:
     """Returns the job with these defaults, their origins, and why it has so many blocks if it `moves` stages."""
     origins, blocks = dict[str, str](), given.get(("blocks",))
-    if job.standby > 0 and last_with("standby", layers) > last_with("elastic", layers):
+    asking = (name for name in ("standby", "max_workers") if getattr(job, name) > 0)
+    if any(_is_later(name, "elastic", layers) for name in asking):
         job = replace(job, elastic=True)
         origins = {} if ("elastic",) in given else {"elastic": FOR_JOINERS}
     is_asked = job.elastic
     if moves and ("elastic",) not in given and not is_asked and can_move(job):
         job, origins = replace(job, elastic=True), {"elastic": FOR_SEVERAL}
+    if blocks and job.max_workers > job.slots * job.pipelines and _is_later("max_workers", "blocks", layers):
+        blocks = None  # such as those of a run that is resumed with more workers
     if not (is_automatic(blocks) if blocks else is_asked):
         return job, origins, ""
     choice = offered.blocks(job)
     origin = blocks.origin if blocks else FOR_JOINERS
     origins["blocks"] = f"{origin} ({AUTO}: {choice.why})"
     return replace(job, blocks=choice.blocks), origins, choice.why
+
+
+def _is_later(name: str, other: str, layers: Sequence[Layer]) -> bool:
+    """Returns whether a later layer gives the field `name` than the other one."""
+    return last_with(name, layers) > last_with(other, layers)
 
 
 def can_move(job: Job) -> bool:

@@ -105,7 +105,7 @@ def check(given: FieldValue) -> FieldValue | Problem:
         return replace(given, value=read[argument[0]] if argument else read)
     except ValidationError:
         expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
-        expected += f", or {AUTO}" if given.name in AUTOMATIC else ""
+        expected += f" >= 1, or {AUTO}" if given.name in AUTOMATIC else ""
         if is_text and not isinstance(plain_value(given.value), int):
             return given.problem(STEPS_FORM, shown(given.value))
         return given.problem(expected, shown(given.value), _advice(given, kind))

@@ -400,7 +400,7 @@ class Agent:
         why = f"has not loaded its code and data within {limit_s:g} s"
         self.end_workers(ends.give_up, member.worker, why)
         doing = f": it {member.doing}" if member.doing else ""
-        self.run_state.note(f"{member.name}, which was no member yet, {why}, and is given up{doing}; see {member.log}")
+        self.run_state.note(f"{member.name}, not yet a member, {why}, and is given up{doing}; see {member.log}")
 
     def leave_behind(self, leave: ends.LeaveBehind) -> None:
         """Names a process that does not end."""
