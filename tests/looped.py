@@ -24,12 +24,12 @@ def looped(
             raise ValueError(f"there is no case of {names}")
         return cases
 
-    fixed = [] if callable(values) else cases_of(values)
+    fixed = cases_of(values) if isinstance(values, Iterable) else []
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def all_cases(**fixtures: Any) -> None:
-            cases = cases_of(values()) if callable(values) else fixed
+            cases = fixed if isinstance(values, Iterable) else cases_of(values())
             for number, case in enumerate(cases):
                 try:
                     test(**case, **fixtures)

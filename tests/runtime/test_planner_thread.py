@@ -19,9 +19,9 @@ from engine.runtime.worker.training import well_inside
         ([(3, 7, False), (3, 7, False)], False),  # one that waits for others
         ([(2, 7, True), (2, 7, True)], False),  # of the step before
         ([(4, 1, True), (4, 1, True)], True),
-        ([(3, each, True) for each in range(10)], False),
-        ([(3, each, True) for each in range(11)], True),  # all of them are short
-        ([(3, each, False) for each in range(11)], False),
+        ([(3, each, True) for each in range(4)], False),
+        ([(3, each, True) for each in range(5)], True),  # all of them are short
+        ([(3, each, False) for each in range(5)], False),
     ],
 )
 def test_the_moment_is_good_inside_an_action_that_has_been_seen_before(

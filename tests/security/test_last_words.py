@@ -130,10 +130,11 @@ def test_any_exception_fits_into_the_last_message(
     """Before, a text that raised SystemExit took the last words with it, and a wrong line ended the launcher."""
     monkeypatch.setattr(user_code, "_PATIENCE_S", 0.3)
     error = raised(ERRORS[name]())
-    started_s = time.monotonic()
+    started_s, begun_s = time.thread_time(), time.monotonic()
     first, again = exception_of(error), exception_of(error)
     log_exception(error)
-    assert time.monotonic() - started_s < 5
+    assert time.thread_time() - started_s < 5
+    assert time.monotonic() - begun_s < 30, "it waits for nothing; a busy machine takes longer"
     message = RaisedMessage(1, 2, first)
     data = packet(message)
     assert len(data) <= MAX_BYTES // 2  # cut text by text: nothing has lost its end to another text

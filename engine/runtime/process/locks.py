@@ -52,8 +52,9 @@ def _open(folder: Path) -> int:
 #
 # It is a record lock on a file that all workers inherit, the progress board; the kernel releases it if its holder dies.
 
-# With 16 workers on two cores, a look each millisecond took most of both.
-_WAITS_S = [0.001 * 2**look for look in range(8)]
+# With 16 workers on two cores, a look each millisecond took most of both. In all less than a step: a plan that is made
+# for the end of the open step, by workers that are always later, is never used.
+_WAITS_S = [0.001 * 2**look for look in range(5)]
 
 
 class HostLock:
@@ -66,8 +67,7 @@ class HostLock:
     def acquire_when(self, is_good: Callable[[], bool], hurry: threading.Event) -> Iterator[bool]:
         """Tries more and more seldom to take the lock while `is_good()`; holds it in the block and yields True.
 
-        Yields False, without the lock, after a quarter of a second or once `hurry` is set. The caller does its work in
-        either case.
+        Yields False, without the lock, after 31 ms or once `hurry` is set. The caller does its work in either case.
         """
         is_locked = False
         for wait_s in _WAITS_S:
