@@ -55,7 +55,7 @@ def coordination_cases(quick: bool) -> Cases:
 
 
 def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of times from an exit to its reception by 7 workers: at once, and with the verdict."""
+    """Returns the rows of the times from an exit, as the agent sees it, to the verdict at all 7 workers left."""
     with _rounds(8, num_rounds, folder) as rounds:
         taken = [_relay_s(events, _marks_ns(events, "told")) for events in rounds]
     case = "8 workers, one is killed"

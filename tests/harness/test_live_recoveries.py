@@ -29,6 +29,17 @@ class AtOnce(Executor):
         return future
 
 
+class Counting(ThreadPoolExecutor):
+    """Counts its calls."""
+
+    num_calls = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Counts one more."""
+        self.num_calls += 1
+        return super().submit(fn, *args, **kwargs)
+
+
 JOB = Job(stages=2, steps=99)
 THREE = Job(stages=3, steps=99)
 
@@ -150,7 +161,7 @@ def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
 
 def test_no_look_waits_for_a_read_and_the_last_one_does(tmp_path: Path) -> None:
     path, may_read = tmp_path / "events.jsonl", Event()
-    with ThreadPoolExecutor(1) as readers:
+    with Counting(1) as readers:
         readers.submit(may_read.wait, 60.0)
         live = LiveRecoveries(JOB, path, readers)
         append(path, *STARTED, {"event": "go", "epoch": 0, "at_ns": 0}, commit(0, 1), commit(1, 2))
@@ -159,6 +170,7 @@ def test_no_look_waits_for_a_read_and_the_last_one_does(tmp_path: Path) -> None:
         live.look(view(2, "running", "dead"))
         for num_steps in (3, 4, 5):
             assert live.look(view(num_steps, "running", "dead")) == []
+        assert readers.num_calls == 2, "the wait, and one read: the next one begins when it is over"
         may_read.set()
         assert len(live.lines(is_last=True)) == 1
         assert live.lines(is_last=True) == []

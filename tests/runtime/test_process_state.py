@@ -68,6 +68,7 @@ def test_the_waits_are_read_while_steps_have_some(monkeypatch: pytest.MonkeyPatc
 @needs_accounts
 def test_the_account_of_a_child_has_its_state_and_its_times_until_it_has_been_waited_for() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        open_before = num_open("stat")
         account, end = ProcessAccount(child.pid), monotonic() + _PATIENCE_S
         first = times = account.times()
         assert first is not None
@@ -80,6 +81,7 @@ def test_the_account_of_a_child_has_its_state_and_its_times_until_it_has_been_wa
         assert account.times() is None
     account.close()
     assert account.times() is None
+    assert num_open("stat") == open_before
     assert ProcessAccount(child.pid).times() is None, "there is no such process"
 
 
@@ -93,14 +95,16 @@ def test_more_files_are_allowed_up_to_the_hard_limit(monkeypatch: pytest.MonkeyP
 
 
 def test_a_thread_that_ends_leaves_no_descriptor() -> None:
-    def num_open() -> int:
-        gc.collect()  # of other tests, too
-        return sum("schedstat" in _link(each) for each in Path("/proc/self/fd").iterdir())
-
-    open_before = num_open()
+    open_before = num_open("schedstat")
     for _ in range(3):
         CoreWaits()
-    assert num_open() == open_before
+    assert num_open("schedstat") == open_before
+
+
+def num_open(name: str) -> int:
+    """Returns how many descriptors of this process are of files with a text in their name."""
+    gc.collect()  # of other tests, too
+    return sum(name in _link(each) for each in Path("/proc/self/fd").iterdir())
 
 
 def _link(descriptor: Path) -> str:

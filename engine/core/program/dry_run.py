@@ -316,8 +316,8 @@ def bubbles(run: DryRun) -> dict[int, float]:
 def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
     """Returns the compute actions of `run`, which has integer costs, in blocks of at most `width` columns (0: any).
 
-    A cell shows an action where it starts, `-` while it runs, and nothing while the worker waits; ( ) if it owns
-    another slot.
+    A cell shows an action where it starts, `-` while it runs, and nothing while the worker waits. An action on a slot
+    that its worker does not own by `ownership` stands in brackets.
     """
     num_units = round(run.makespan)
     workers = sorted({span.worker for span in run.spans})
