@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +22,7 @@ from bamboo_cli.host_options import (
     problems_of_bed,
     refuse_job_on_bed,
 )
+from bamboo_cli.inject_external import WORST_FIRST, InjectOptions, inject_external, print_verdict
 from bamboo_cli.matrix import Junit
 from bamboo_cli.run_options import EventsMax, Tee, TrustCode, events_setting, tell_untrusted
 from engine.core.errors import Problem, UserError, problems_of
@@ -40,8 +40,6 @@ EPILOG = (
     "bamboo inject kill-middle-stage --repeat 5 --json  |  "
     "bamboo inject --scenario kill-middle-stage --run latest  |  bamboo inject host-loss --hosts 3"
 )
-# The first of these verdicts that occurs in several runs decides their exit code.
-_WORST_FIRST = ("interrupted", "failed", "invalid", "passed")
 
 
 _File = Annotated[
@@ -125,15 +123,13 @@ def inject(
 
     name, words = _chosen(file, scenario, command or (), lambda: etcd_settings(etcd, etcd_plain_http))
     document = read_yaml(find_scenario(name))
-    if words or attach or is_external(document):
-        from bamboo_cli.inject_external import Asked, inject_external
-
-        own = {"--run": run, "--set": settings, "--seed": seed, "--etcd": etcd, "--hosts": hosts}
-        asked = Asked(results or Path("results"), repeat, dry_run, tee, as_json, trust_code, attach, junit)
-        raise typer.Exit(inject_external(document, words, own, asked))
     changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] * (results is not None))]
-    given = (run, seed, changed, repeat, dry_run, tee, as_json, trust_code, etcd, etcd_plain_http, junit)
-    raise typer.Exit(_inject_own(document, _AskedOwn(*given, hosts, lease_s)))
+    shared = (repeat, dry_run, tee, as_json, trust_code, junit, results or Path("results"), attach)
+    options = InjectOptions(*shared, run, seed, changed, etcd, etcd_plain_http, hosts, lease_s)
+    if words or attach or is_external(document):
+        own = {"--run": run, "--set": settings, "--seed": seed, "--etcd": etcd, "--hosts": hosts}
+        raise typer.Exit(inject_external(document, words, own, options))
+    raise typer.Exit(_inject_own(document, options))
 
 
 def _chosen(file: str, scenario: str, words: Sequence[str], check: Callable[[], object]) -> tuple[str, Sequence[str]]:
@@ -145,62 +141,42 @@ def _chosen(file: str, scenario: str, words: Sequence[str], check: Callable[[], 
     return (scenario, [file, *words] if file else []) if scenario else (file, words)
 
 
-@dataclass(frozen=True, slots=True)
-class _AskedOwn:
-    """What the user asks for beside a scenario for a job of bamboo's own; `run` is one that goes on already.
-
-    With `hosts` above 0 it runs on that many simulated ones, whose leases last `lease_s`.
-    """
-
-    run: str
-    seed: int | None
-    changed: Sequence[str]
-    repeat: int
-    dry_run: bool
-    tee: bool
-    as_json: bool
-    trusts: bool
-    etcd: str
-    plain_http: bool
-    junit: Path | None
-    hosts: int
-    lease_s: int
-
-
-def _inject_own(document: Document, asked: _AskedOwn) -> int:
+def _inject_own(document: Document, options: InjectOptions) -> int:
     """Runs a scenario for a job of bamboo's own; returns the exit code."""
     from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
-    run, hosts, as_json = asked.run, asked.hosts, asked.as_json
-    acting = (findable if run else readable if asked.dry_run else offered).trusting(asked.trusts)
+    run, hosts, as_json = options.run, options.hosts, options.as_json
+    acting = (findable if run else readable if options.dry_run else offered).trusting(options.trusts)
 
     def load() -> LoadedScenario:
-        return load_scenario(document, kinds(), asked.seed, asked.changed, acting, OnHosts(hosts), to_attach=bool(run))
+        return load_scenario(
+            document, kinds(), options.seed, options.changed, acting, OnHosts(hosts), to_attach=bool(run)
+        )
 
-    problems = _own_problems(asked, "" if hosts else asked.etcd)
-    problems += problems_of_bed(hosts, asked.lease_s, {"--run": run, "--etcd": asked.etcd, "--tee": asked.tee})
+    problems = _own_problems(options, "" if hosts else options.etcd)
+    problems += problems_of_bed(hosts, options.lease_s, {"--run": run, "--etcd": options.etcd, "--tee": options.tee})
     if problems:
         raise UserError([*problems_of(load), *problems])
     loaded = load()
-    refuse_job_on_bed(hosts, asked.lease_s, loaded)
+    refuse_job_on_bed(hosts, options.lease_s, loaded)
     folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
-    if asked.dry_run:
+    if options.dry_run:
         _print_plan(loaded, folder, acting, as_json)
         return 0
-    cases = _run(loaded, asked) if folder is None else _attach(loaded, folder, as_json)
+    cases = _run(loaded, options) if folder is None else _attach(loaded, folder, as_json)
     return _print_all(loaded, cases, as_json)
 
 
-def _own_problems(asked: _AskedOwn, etcd: str) -> list[Problem]:
+def _own_problems(options: InjectOptions, etcd: str) -> list[Problem]:
     """Returns the mistakes in the flags beside the scenario and its job."""
-    problems = [] if asked.dry_run or asked.run else problems_of(lambda: etcd_settings(etcd, asked.plain_http))
-    if asked.junit is not None:
+    problems = [] if options.dry_run or options.run else problems_of(lambda: etcd_settings(etcd, options.plain_http))
+    if options.junit is not None:
         hint = "for a job of bamboo's own: bamboo matrix --junit FILE"
-        problems.append(Problem("--junit", "a scenario for a job of another launcher", str(asked.junit), hint))
-    if asked.run and asked.tee and not asked.dry_run:
+        problems.append(Problem("--junit", "a scenario for a job of another launcher", str(options.junit), hint))
+    if options.run and options.tee and not options.dry_run:
         hint = "give --tee to the command that started the job"
         problems.append(Problem("--tee", "a job that this command starts", "--run", hint))
     return problems
@@ -228,7 +204,7 @@ def _attach(loaded: LoadedScenario, folder: RunFolder, as_json: bool) -> list[Ca
     return [case]
 
 
-def _run(loaded: LoadedScenario, asked: _AskedOwn) -> list[CaseResult]:
+def _run(loaded: LoadedScenario, options: InjectOptions) -> list[CaseResult]:
     """Runs the scenario as often as asked, with `hosts` on new ones each time; an interrupted run is the last."""
     from bamboo_cli.live import screen
     from engine.harness.case import case_of_file
@@ -237,20 +213,20 @@ def _run(loaded: LoadedScenario, asked: _AskedOwn) -> list[CaseResult]:
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding
 
-    store = None if asked.hosts else etcd_settings(asked.etcd, asked.plain_http)
+    store = None if options.hosts else etcd_settings(options.etcd, options.plain_http)
     echo(f"job: {loaded.job_from}", err=True)
     cases: list[CaseResult] = []
     mark_processes()
     # One server for all runs: its start takes as long as a short job.
-    with holding() as interrupts, nullcontext() if asked.hosts else ForkServer() as server:
-        for _ in range(asked.repeat):
-            if asked.hosts:
+    with holding() as interrupts, nullcontext() if options.hosts else ForkServer() as server:
+        for _ in range(options.repeat):
+            if options.hosts:
                 from engine.harness.bed_case import run_on_bed
 
-                cases.append(run_on_bed(loaded, asked.hosts, asked.lease_s, screen()))
+                cases.append(run_on_bed(loaded, options.hosts, options.lease_s, screen()))
             else:
-                cases.append(run_case(case_of_file(loaded), store, screen(tee=asked.tee), server))
-            _print_case(loaded, cases[-1], asked.as_json)
+                cases.append(run_case(case_of_file(loaded), store, screen(tee=options.tee), server))
+            _print_case(loaded, cases[-1], options.as_json)
             if interrupts.first is not None:
                 break
     return cases
@@ -288,26 +264,19 @@ def _print_faults(loaded: LoadedScenario, as_json: bool) -> None:
 
 def _print_case(loaded: LoadedScenario, case: CaseResult, as_json: bool) -> None:
     """Prints the verdict and a line per check, or why the run could not begin; to stderr beside JSON."""
-    from rich.text import Text
-
     from bamboo_cli.live import untold
-    from bamboo_cli.tables import RESULT_STYLES, print_table
 
     reason = next((f": {each.text}" for each in case.checks if (each.name, each.result) == ("outcome", "invalid")), "")
-    echo(f"{loaded.scenario.name}: {case.verdict_word}{reason}", err=as_json)
-    rows = [(Text(each.result, RESULT_STYLES[each.result]), each.name, each.text) for each in case.checks]
-    if not reason:
-        print_table(("result", "check", "text"), (False, False, False), rows, has_head=False, err=as_json)
-    for recovery in untold(map(str, case.recoveries), err=as_json):
-        echo(f"  {recovery}", err=as_json)
-    echo(f"{case.folder}", err=as_json)
+    verdict = f"{loaded.scenario.name}: {case.verdict_word}{reason}"
+    checks, recoveries = [] if reason else case.checks, untold(map(str, case.recoveries), err=as_json)
+    print_verdict(verdict, checks, recoveries, case.folder, err=as_json)
 
 
 def _print_all(loaded: LoadedScenario, cases: Sequence[CaseResult], as_json: bool) -> int:
     """Prints the summary of all runs; returns the exit code."""
     from engine.harness.case import stall_figures
 
-    worst = min(cases, key=lambda case: (_WORST_FIRST.index(case.verdict_word), not case.exit_code))
+    worst = min(cases, key=lambda case: (WORST_FIRST.index(case.verdict_word), not case.exit_code))
     stalls = stall_figures(cases)
     if len(cases) > 1:
         passed = sum(each.verdict == "passed" for each in cases)
