@@ -46,52 +46,52 @@ if TYPE_CHECKING:
 
 
 # The agent of one of several hosts: the same line on every host, and the same exit code.
-def run_host(values: JobValues, given: dict[str, Any], run: Callable[..., Any]) -> tuple[HostRunEnd, ResolvedJob]:
+def run_host(values: JobValues, flags: dict[str, Any], run: Callable[..., Any]) -> tuple[HostRunEnd, ResolvedJob]:
     """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
     from bamboo_cli.live import screen
     from engine.harness.host_agent import run_on_hosts
 
-    problems = fixing(given["isa"])
-    if given["standby"]:
+    problems = fixing(flags["isa"])
+    if flags["standby"]:
         hint = "workers that wait come with --set standby=N"
         problems.append(Problem("--standby", "none beside --hosts", "--standby", hint))
-    etcd = noting(problems, lambda: etcd_settings(given["etcd"], given["etcd_plain_http"]))
-    resolved, case = noting(problems, lambda: _case(values, given)) or (None, None)
-    options = _options(given, etcd)
+    etcd = noting(problems, lambda: etcd_settings(flags["etcd"], flags["etcd_plain_http"]))
+    resolved, case = noting(problems, lambda: _case(values, flags)) or (None, None)
+    options = _options(flags, etcd)
     problems += problems_of(options, resolved.job if resolved else None, is_own_address)
     if problems or etcd is None or resolved is None or case is None:  # which are problems too
         raise UserError(problems)
-    job, seen, etcd = resolved.job, screen(), etcd.nearest(options.address)
+    job, picture, etcd = resolved.job, screen(), etcd.nearest(options.address)
     faults = "; ".join(f"{each.id}: {each.in_words(job.slot_noun)}" for each in case.faults)
-    on = partial(run, case, etcd, seen)
-    ended = run_on_hosts(job, case.name, replace(options, faults=faults), given["patience_s"], etcd, seen, on)
+    on = partial(run, case, etcd, picture)
+    ended = run_on_hosts(job, case.name, replace(options, faults=faults), flags["patience_s"], etcd, picture, on)
     return ended, resolved
 
 
-def _options(given: dict[str, Any], etcd: EtcdSettings | None) -> HostOptions:
+def _options(flags: dict[str, Any], etcd: EtcdSettings | None) -> HostOptions:
     endpoints = () if etcd is None else tuple(str(getattr(each, "host", "localhost")) for each in etcd.endpoints)
-    named = endpoints or (given["etcd"].partition(",")[0].rpartition(":")[0].strip("[]"),)
-    address = given["address"] or usual_address(named[0])
-    asked = endpoints if etcd is not None or not given["etcd"] else (given["etcd"],)
-    node = given["node"] or socket.gethostname()
-    rest = {name: given[name] for name in ("workers", "trusted", "lease_s")}
-    return HostOptions(given["run_id"], given["hosts"], node, address, asked, **rest)
+    named = endpoints or (flags["etcd"].partition(",")[0].rpartition(":")[0].strip("[]"),)
+    address = flags["address"] or usual_address(named[0])
+    asked = endpoints if etcd is not None or not flags["etcd"] else (flags["etcd"],)
+    node = flags["node"] or socket.gethostname()
+    rest = {name: flags[name] for name in ("workers", "trusted", "lease_s")}
+    return HostOptions(flags["run_id"], flags["hosts"], node, address, asked, **rest)
 
 
-def _case(values: JobValues, given: dict[str, Any]) -> tuple[ResolvedJob, Case]:
+def _case(values: JobValues, flags: dict[str, Any]) -> tuple[ResolvedJob, Case]:
     """Returns the job and the case of an agent: a job with kills, or a scenario; raises UserError with its mistakes."""
     from engine.core.checkpoint_rules import begun_with
     from engine.harness.case import case_of_job
 
-    own = {"injectable": given["injectable"], "run_id": given["run_id"]}
+    own = {"injectable": flags["injectable"], "run_id": flags["run_id"]}
     if values["job_file"] is not None and is_scenario(values["job_file"]):
-        return _case_of_scenario(values, given["kill"], own)
+        return _case_of_scenario(values, flags["kill"], own)
     resolved = resolve_options(values, moves=False)
-    job, kills = resolved.job, given["kill"]
-    after, with_twin = begun_with(resolved.origin), not given["no_twin"]
+    job, kills = resolved.job, flags["kill"]
+    after, with_twin = begun_with(resolved.origin), not flags["no_twin"]
     problems: list[Problem] = []
     scenario = noting(problems, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
-    grace_s = noting(problems, lambda: grace_seconds(given["grace"]))
+    grace_s = noting(problems, lambda: grace_seconds(flags["grace"]))
     if scenario is None or grace_s is None:
         raise UserError(problems)
     return resolved, case_of_job(resolved, scenario, grace_s=grace_s, **own)
@@ -212,19 +212,19 @@ def agent(
         _add_worker(join, Path(values["results"] or Job().results), is_standby=standby, as_json=as_json)
     from engine.harness.case_runner import run_case_on
 
-    given = {"isa": isa, "hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
-    given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s}
-    given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
-    given |= {"grace": grace, "injectable": injectable is YesNo.YES, "standby": standby}
-    raise typer.Exit(_printed(*run_host(values, given, run_case_on), as_json))
+    flags = {"isa": isa, "hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
+    flags |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s}
+    flags |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
+    flags |= {"grace": grace, "injectable": injectable is YesNo.YES, "standby": standby}
+    raise typer.Exit(_printed(*run_host(values, flags, run_case_on), as_json))
 
 
 def _printed(ended: HostRunEnd, resolved: ResolvedJob, as_json: bool) -> int:
     """Prints the end of a run on this host; returns the exit code."""
     if ended.result is not None:
         return print_result(ended.result, resolved, as_json)
-    told = {"run_dir": None, "outcome": ended.outcome.words, "exit_code": ended.outcome.code}
-    echo(json.dumps(told) if as_json else ended.outcome.words)
+    summary = {"run_dir": None, "outcome": ended.outcome.words, "exit_code": ended.outcome.code}
+    echo(json.dumps(summary) if as_json else ended.outcome.words)
     return ended.outcome.code
 
 
@@ -239,6 +239,6 @@ def _add_worker(join: str, results: Path, *, is_standby: bool, as_json: bool) ->
     folder = run_to_join(results, join)
     joined = AddedWorker(folder, is_standby=is_standby)
     with holding():
-        for told in joined.follow():
-            echo(json.dumps({"run_dir": str(folder.path), **told}) if as_json else told["text"])
+        for news in joined.follow():
+            echo(json.dumps({"run_dir": str(folder.path), **news}) if as_json else news["text"])
     raise typer.Exit(joined.exit_code)

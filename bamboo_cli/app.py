@@ -189,9 +189,9 @@ def _run_program() -> NoReturn:
         app()
     except SystemExit as end:
         # Typer has printed the error in the arguments to stderr.
-        told = getattr(end.__context__, "format_message", None)
-        if told is not None:
-            _tell_programs(str(told()), end.code)
+        message = getattr(end.__context__, "format_message", None)
+        if message is not None:
+            _tell_programs(str(message()), end.code)
         raise
     except BambooError as error:
         _refuse(error)

@@ -55,8 +55,8 @@ def clean(
     rows = []
     for leftover in candidates:
         num_bytes = leftover.num_bytes
-        kept = [] if dry_run else delete(leftover)
-        rows.append((leftover, num_bytes - sum(map(disk_bytes, kept)), kept))
+        paths = [] if dry_run else delete(leftover)
+        rows.append((leftover, num_bytes - sum(map(disk_bytes, paths)), paths))
     if not dry_run:
         point_latest_to_newest(results)
         point_latest_to_newest(results / EXTERNAL_FOLDER)
@@ -90,8 +90,8 @@ def _plain(
     results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: list[str], dry_run: bool
 ) -> dict[str, Any]:
     plain = [
-        {"what": leftover.what, "path": str(leftover.path), "bytes": num_bytes, "kept": [str(path) for path in kept]}
-        for leftover, num_bytes, kept in rows
+        {"what": leftover.what, "path": str(leftover.path), "bytes": num_bytes, "kept": [str(path) for path in paths]}
+        for leftover, num_bytes, paths in rows
     ]
     total = sum(num_bytes for _, num_bytes, _ in rows)
     return {"results": str(results), "dry_run": dry_run, "bytes": total, "leftovers": plain, "running": busy}
@@ -102,8 +102,8 @@ def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: li
 
     table = [[each.what, str(each.path.relative_to(results)), _mib(num_bytes)] for each, num_bytes, _ in rows]
     print_table(("what", "where", "MiB"), (False, False, True), table)
-    for leftover, _, kept in rows:
-        if kept:
+    for leftover, _, paths in rows:
+        if paths:
             echo(f"{leftover.path} stays: it is in use again, or has files that bamboo did not write", err=True)
     total = _mib(sum(num_bytes for _, num_bytes, _ in rows))
     verb = "to delete" if dry_run else "deleted"

@@ -167,8 +167,8 @@ def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> l
     if not LEAST_S <= lease_s <= MOST_S:
         problems.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(lease_s)))
     hint = "the hosts and their etcd are made for this run"
-    asked = {name: value for name, value in beside.items() if value and value != os.environ.get("BAMBOO_ETCD")}
-    return problems + [Problem(name, "nothing beside --hosts", str(value), hint) for name, value in asked.items()]
+    values = {name: value for name, value in beside.items() if value and value != os.environ.get("BAMBOO_ETCD")}
+    return problems + [Problem(name, "nothing beside --hosts", str(value), hint) for name, value in values.items()]
 
 
 def refuse_job_on_bed(hosts: int, lease_s: int, loaded: LoadedScenario) -> None:
@@ -179,6 +179,6 @@ def refuse_job_on_bed(hosts: int, lease_s: int, loaded: LoadedScenario) -> None:
     if not hosts:
         return
     address = NETWORK.partition("/")[0]
-    given = HostOptions("bed", str(hosts), "h0", address, (address,), trusted=NETWORK, lease_s=lease_s)
-    if problems := problems_of(given, loaded.scenario.job, lambda _: True):
+    options = HostOptions("bed", str(hosts), "h0", address, (address,), trusted=NETWORK, lease_s=lease_s)
+    if problems := problems_of(options, loaded.scenario.job, lambda _: True):
         raise UserError(problems)

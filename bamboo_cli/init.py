@@ -61,8 +61,8 @@ def init(
         if ":" in value and not FACTORY.fullmatch(value):
             raise UserError([Problem(name, "package.module:factory", repr(value))])
     words = _words(command, limit, {"--model": model != "mlp", "--data": data, "--hf": hf})
-    given = {"model": None if model == "mlp" else model, "data": data}
-    fields, args = hugging_face_fields(hf or "", hf_random, given)
+    parts = {"model": None if model == "mlp" else model, "data": data}
+    fields, args = hugging_face_fields(hf or "", hf_random, parts)
     model = fields.get("model", model)
     files = command_starter(words, limit, ci) if words else starter(ci, model, fields.get("data", data), stages, args)
     written = write_new(folder, files)

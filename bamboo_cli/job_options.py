@@ -109,8 +109,8 @@ def resolve_auto(own_values: Mapping[str, Any], resolve: Callable[..., ResolvedJ
 def _tell_complete(job: Job, so_far: JobSoFar, own_values: Mapping[str, Any]) -> None:
     """Prints that the job is complete; a caller in Python gets the folder of the run first, as always."""
     run, early = so_far.finished_by, f", which stopped early at step {so_far.steps - 1}"
-    told = f"all {so_far.steps} steps of this job are committed in run {run}{early * (so_far.steps < job.steps)}"
-    line = f"complete: {told}; there is nothing to resume"
+    text = f"all {so_far.steps} steps of this job are committed in run {run}{early * (so_far.steps < job.steps)}"
+    line = f"complete: {text}; there is nothing to resume"
     echo(line, err=own_values["as_json"])
     place = {"run_dir": str(Path(job.results, run))}
     if own_values.get("keywords"):
@@ -211,10 +211,10 @@ def takes_job(
         if resolved is not None and resolved.job.predict_args:
             hint = "bamboo predict --from RUN runs a trained model"
             problems.append(Problem("predict_args", "none in a job that trains", str(resolved.job.predict_args), hint))
-        made = () if own is None else (own(own_values, resolved, problems),)
+        extra = () if own is None else (own(own_values, resolved, problems),)
         if problems or resolved is None:
             raise UserError(problems)
-        command(resolved, *made, **own_values)
+        command(resolved, *extra, **own_values)
 
     return _with_flags(command, with_job, flags, instead)
 

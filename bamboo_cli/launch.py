@@ -106,15 +106,15 @@ def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bo
     folder = output or (Path(f"launch-{plan.name}") if is_submitted else None)
     if folder is not None:
         write_files(files, folder)
-    told = submit(place, folder / files[-1].name) if folder is not None and is_submitted else ""
+    submission = submit(place, folder / files[-1].name) if folder is not None and is_submitted else ""
     if as_json:
         shown = {each.name: each.shown for each in files}
-        echo(json.dumps({"files": shown, "folder": folder and str(folder), "submitted": told or None}))
+        echo(json.dumps({"files": shown, "folder": folder and str(folder), "submitted": submission or None}))
         return
     for each in files:
         echo(each.shown.rstrip("\n") if folder is None else f"wrote {folder / each.name}")
-    if told:
-        echo(told)
+    if submission:
+        echo(submission)
 
 
 def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:

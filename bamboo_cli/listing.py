@@ -47,7 +47,7 @@ def show_list(
     else:
         from bamboo_cli.tables import print_table
 
-        counts = [(f"bamboo list {each}", str(len(found)), _ABOUT[each]) for each, found in rows.items()]
+        counts = [(f"bamboo list {each}", str(len(names)), _ABOUT[each]) for each, names in rows.items()]
         print_table(("command", "count", "about"), (False, True, False), counts, has_head=False)
 
 

@@ -342,8 +342,8 @@ def untold(lines: Iterable[str], *, err: bool) -> list[str]:
         return list(lines)
     rests = []
     for line in lines:
-        told = max((each for each in _TOLD if line.startswith(each)), key=len, default="")
-        rests.append(line.removeprefix(told).removeprefix(", "))
+        beginning = max((each for each in _TOLD if line.startswith(each)), key=len, default="")
+        rests.append(line.removeprefix(beginning).removeprefix(", "))
     return [rest for rest in dict.fromkeys(rests) if rest]
 
 

@@ -108,8 +108,8 @@ def matrix(
     from engine.runtime.faults.registry import kinds
 
     if shard and form == "github":
-        wanted = "no part with --format github, which lists every part"
-        raise UserError([Problem("--shard", wanted, shard, "--shards N")])
+        expected = "no part with --format github, which lists every part"
+        raise UserError([Problem("--shard", expected, shard, "--shards N")])
     acting = (offered if form == "text" else readable).trusting(trust_code)
     plan = read_matrix(file, kinds(), settings := [*(settings or ()), *events_setting(events_max)], acting)
     seconds = usual_seconds(_existing(times or ()))
@@ -169,8 +169,8 @@ def _chosen(plan: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -
     if shard:
         part = parse_part(shard)
         names = shards(names, part.count, seconds)[part.index - 1]
-    wanted = set(names)
-    return [each for each in plan.cells if each.cell.name in wanted]
+    part_names = set(names)
+    return [each for each in plan.cells if each.cell.name in part_names]
 
 
 def _run(
@@ -280,8 +280,8 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
     from engine.report.pages.page import page
 
     written = {}
-    kept = [(each.cell, RunFolder(run.folder / "runs" / each.run)) for each in done if each.run]
-    for cell, of_run in [each for each in kept if each[1].events.is_file()][:_MOST_RUN_PAGES]:
+    runs = [(each.cell, RunFolder(run.folder / "runs" / each.run)) for each in done if each.run]
+    for cell, of_run in [each for each in runs if each[1].events.is_file()][:_MOST_RUN_PAGES]:
         path = of_run.path / "report.html"
         write_atomically(path, page(load_run(of_run)))
         written[cell] = os.path.relpath(path, folder)

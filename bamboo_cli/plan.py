@@ -239,9 +239,9 @@ def _print_layers(job: Job, costs: Costs) -> None:
 
 def _layer_row(number: str, name: str, layers: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     stage = str(layers[0]["stage"]) if number and layers else ""
-    held = sum(each[kind] for each in layers for kind in ("weights", "gradients", "optimizer", "buffers"))
+    num_bytes = sum(each[kind] for each in layers for kind in ("weights", "gradients", "optimizer", "buffers"))
     flops = sum(each["flops"] for each in layers) / 1e6
-    sizes = (size_text(held), size_text(layers[-1]["output"]) if layers else "")
+    sizes = (size_text(num_bytes), size_text(layers[-1]["output"]) if layers else "")
     return number, name, stage, f"{sum(each['parameters'] for each in layers):,}", f"{flops:,.2f}", *sizes
 
 

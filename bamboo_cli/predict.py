@@ -102,9 +102,9 @@ def predict(
         facts = {"run_dir": str(result.folder), "outcome": "finished", "exit_code": int(ExitCode.OK), "error": None}
         echo(json.dumps(facts | {"output": str(output), "outputs": shapes}))
         return
-    told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     deaths = counted(len(result.recoveries), "recovery", "recoveries")
-    echo(f"{told} in {str(output)!r}" + f", {deaths}" * bool(result.recoveries))
+    echo(f"{text} in {str(output)!r}" + f", {deaths}" * bool(result.recoveries))
 
 
 def _resolved(values: JobValues, where: str, args: dict[str, Any], *, is_called: bool) -> ResolvedJob:

@@ -175,8 +175,8 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
         for gap in run.gaps:
             echo(f"{run.name}: {gap}", err=True)
-        told = [*(line for line, _ in exceptions_in_words(run.raised)), *run.remarks] if form is Format.TERMINAL else []
-        for line in told:
+        more = [*(line for line, _ in exceptions_in_words(run.raised)), *run.remarks] if form is Format.TERMINAL else []
+        for line in more:
             echo(f"  {line}")
         if form is Format.TERMINAL and run.judgement.findings and not has_checks:
             print_table(*for_terminal(run.checks))
@@ -214,11 +214,11 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
 
 def _verified(runs: Sequence[RunTables], *, is_strict: bool) -> ExitCode:
     """Prints each flaw of the evidence of runs, and with `is_strict` what is missing; returns the exit code."""
-    told = [f"{run.name}: {each}" for run in runs for each in run.judgement.proof.flaws]
-    told += [f"{run.name}: {run.judgement.proof.missing}" for run in runs if is_strict and run.judgement.proof.missing]
-    for each in told:
+    flaws = [f"{run.name}: {each}" for run in runs for each in run.judgement.proof.flaws]
+    flaws += [f"{run.name}: {run.judgement.proof.missing}" for run in runs if is_strict and run.judgement.proof.missing]
+    for each in flaws:
         echo(each, err=True)
-    return ExitCode.EXPECTATION_FAILED if told else ExitCode.OK
+    return ExitCode.EXPECTATION_FAILED if flaws else ExitCode.OK
 
 
 def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:

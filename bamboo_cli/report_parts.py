@@ -85,9 +85,9 @@ def refuse_unreadable(folder: RunFolder) -> RunFolder:
     from engine.files.matrix_results import RESULTS
 
     if (folder.path / RESULTS).is_file():
-        told = f"{str(folder.path)!r} is the folder of a matrix: its page is {folder.path / 'report.html'}"
+        text = f"{str(folder.path)!r} is the folder of a matrix: its page is {folder.path / 'report.html'}"
         runs = shlex.quote(str(folder.path / "runs"))
-        raise NothingMatchedError(told, f"one of the runs that it kept: bamboo report RUN --results {runs}")
+        raise NothingMatchedError(text, f"one of the runs that it kept: bamboo report RUN --results {runs}")
     if not folder.events.is_file():
         raise NothingMatchedError(f"no run to report in {str(folder.path)!r}: there is no {folder.events.name}")
     return folder

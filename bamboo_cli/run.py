@@ -85,10 +85,10 @@ def _own(values: Mapping[str, Any], resolved: ResolvedJob | None, problems: list
     if resolved is None:
         problems += misspelt_kills(kills)
     else:
-        told: list[Problem] = []
+        kill_problems: list[Problem] = []
         job, with_twin, after = resolved.job, not values["no_twin"], begun_with(resolved.origin)
-        scenario = noting(told, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
-        problems += with_origins(told, resolved)
+        scenario = noting(kill_problems, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
+        problems += with_origins(kill_problems, resolved)
     if values["build"] and not values["dry_run"]:
         problems.append(Problem("--build", "--dry-run with it", "--build", "a run builds its model anyway"))
     spot = values["spot"]

@@ -114,7 +114,7 @@ def fitted(
         room = width - _GAP * (len(titles) - 1)
         if sum(least) > room:
             return _blocks(titles, cells, width)
-        most = [min(wanted, room) for wanted in most]
+        most = [min(each, room) for each in most]
         while sum(most) > room:
             widest = max((most[place], place) for place in range(len(most)) if most[place] > least[place])[1]
             most[widest] -= 1

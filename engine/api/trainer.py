@@ -281,8 +281,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._load_callback_state()
 
     def _log_evaluate_save(self, run: TrainingRun, ignored: list[str] | None) -> None:
-        done, wanted = self._last_done, self.control.should_evaluate or self.control.should_save
-        if wanted and not self._load(run, done.step):
+        done, needs_weights = self._last_done, self.control.should_evaluate or self.control.should_save
+        if needs_weights and not self._load(run, done.step):
             self.control.should_evaluate = self.control.should_save = False
             transformers.utils.logging.get_logger(__name__).warning(
                 f"no checkpoint of step {done.step + 1} was kept: it is neither evaluated nor saved"
@@ -303,10 +303,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         folder = checkpoints_at(RunFolder(run.folder).checkpoints)
         while True:
             is_over = run.result is not None
-            kept = {name.step for name in folder.names()}
-            if step in kept:
+            steps = {name.step for name in folder.names()}
+            if step in steps:
                 break
-            if is_over or max(kept, default=-1) > step:
+            if is_over or max(steps, default=-1) > step:
                 return False
             time.sleep(_POLL_S)
         try:
@@ -324,14 +324,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.model.load_state_dict(weights, strict=False)
 
 
-def _asked(given: str | bool, output: Path) -> CheckpointChoice:
+def _asked(choice: str | bool, output: Path) -> CheckpointChoice:
     """Returns the checkpoint to resume from: the newest one, or that of a folder ``checkpoint-N``.
 
     Raises UserError for another folder, and NothingMatchedError without a checkpoint.
     """
-    match = None if given is True else _CHECKPOINT.fullmatch(Path(str(given)).name)
-    if given is not True and (match is None or Path(str(given)).parent.resolve() != output.resolve()):
+    match = None if choice is True else _CHECKPOINT.fullmatch(Path(str(choice)).name)
+    if choice is not True and (match is None or Path(str(choice)).parent.resolve() != output.resolve()):
         expected = f"True, or a folder checkpoint-N in {str(output)!r}"
-        raise UserError([Problem("resume_from_checkpoint", expected, repr(given))])
+        raise UserError([Problem("resume_from_checkpoint", expected, repr(choice))])
     step = f"@{int(match[1]) - 1}" if match else ""
     return find_checkpoint(f"{LATEST}{step}", output / _PLACE, lambda line: None)

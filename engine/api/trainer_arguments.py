@@ -102,11 +102,11 @@ def refuse_arguments(args: Any) -> None:
         raise UserError(problems)
 
 
-def refuse_parts(trainer: type, given: Mapping[str, Any]) -> None:
+def refuse_parts(trainer: type, arguments: Mapping[str, Any]) -> None:
     """Raises UserError for parts of a Trainer that would have to run in the workers: objects, and own methods."""
     hint = "the loss and the update are computed in the workers: bamboo.train takes your own by name"
-    names = [name for name, value in given.items() if value is not None and value != (None, None)]
-    problems = [Problem(name, "None", type(given[name]).__name__, hint) for name in names]
+    names = [name for name, value in arguments.items() if value is not None and value != (None, None)]
+    problems = [Problem(name, "None", type(arguments[name]).__name__, hint) for name in names]
     problems += [
         Problem(name, "the method of transformers.Trainer", f"that of {trainer.__name__}", hint)
         for name in _METHODS
@@ -132,8 +132,8 @@ def refuse_model(model: object) -> None:
 
 def options_of(args: Any) -> dict[str, Any]:
     """Returns the arguments of `bamboo.train` that the arguments of a Trainer have beside their own."""
-    given = getattr(args, "bamboo", None) or {}
-    return json.loads(given) if isinstance(given, str) else dict(given)
+    options = getattr(args, "bamboo", None) or {}
+    return json.loads(options) if isinstance(options, str) else dict(options)
 
 
 def update_fields(args: Any, steps: int, undecayed: Iterator[str], names: list[str]) -> dict[str, Any]:

@@ -42,15 +42,15 @@ class StepPlan(NamedTuple):
 
         `take` returns the next batches of a pass, at most so many, with their number of items.
         """
-        made = 0
+        num_steps = 0
         for epoch in count():
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
             batches = iter(loader)
             while (step := take(batches, self.accumulated))[0]:
                 yield step
-                made += 1
-                if made == self.steps:
+                num_steps += 1
+                if num_steps == self.steps:
                     return
 
 
@@ -66,12 +66,12 @@ def kept_folder(place: Path, kind: str, write: Callable[[Path], object]) -> Path
             for path in sorted(temporary.iterdir()):
                 with path.open("rb") as file:
                     digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-            kept = place / f"{kind}-{digest.hexdigest()[:16]}"
-            if not kept.exists():
-                os.replace(temporary, kept)
+            folder = place / f"{kind}-{digest.hexdigest()[:16]}"
+            if not folder.exists():
+                os.replace(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    return kept
+    return folder
 
 
 class BatchWriter:

@@ -114,8 +114,8 @@ def _with_hugging_face(
     merged: dict[str, object] = {**values, **of_model}
     for name, value in args.items():
         field, _, argument = name.partition(".")
-        given = merged.get(field)
-        merged[field] = {argument: value, **(given if isinstance(given, Mapping) else {})}
+        own = merged.get(field)
+        merged[field] = {argument: value, **(own if isinstance(own, Mapping) else {})}
     return merged, data if "data" not in of_model else None
 
 

@@ -74,7 +74,7 @@ def _bench_steps(case: str, flags: tuple[str, ...], num_rounds: int, num_steps: 
 
     rare = ("100",) if num_steps > 100 else ()  # a shorter run has no such checkpoint
     runs = in_turns({every: partial(measured, every) for every in ("1", *rare, "0")}, num_rounds)
-    steps = {every: [_seconds_of_step(each) for each in found] for every, found in runs.items()}
+    steps = {every: [_seconds_of_step(each) for each in side] for every, side in runs.items()}
     records = [record for run in runs["1"] for record in run.history.of(KeptRecord)]
     none = median(steps["0"])
     often = f"{case}, every step"

@@ -57,10 +57,10 @@ def coordination_cases(quick: bool) -> Cases:
 def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the times from an exit, as the agent sees it, to the verdict at all 7 workers left."""
     with _rounds(8, num_rounds, folder) as rounds:
-        taken = [_relay_s(events, _marks_ns(events, "told")) for events in rounds]
+        seconds = [_relay_s(events, _marks_ns(events, "told")) for events in rounds]
     case = "8 workers, one is killed"
     return [
-        limit_row(case, f"exit seen to verdict told to all, p{100 * part:g} s", taken, part, _VERDICT_S)
+        limit_row(case, f"exit seen to verdict told to all, p{100 * part:g} s", seconds, part, _VERDICT_S)
         for part in (0.5, 0.99)
     ]
 
@@ -68,15 +68,15 @@ def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
 def bench_forming(num_rounds: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time from the welcome of 4 workers until the last of them has joined the group."""
     with _rounds(4, num_rounds, folder) as rounds:
-        taken = [_forming_s(events) for events in rounds]
-    return [limit_row("4 workers", "welcome to group formed, p95 s", taken, 0.95, _FORM_S)]
+        seconds = [_forming_s(events) for events in rounds]
+    return [limit_row("4 workers", "welcome to group formed, p95 s", seconds, 0.95, _FORM_S)]
 
 
 def bench_etcd_start(num_times: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the time from the start of a private etcd until a run has won its role there."""
-    taken = [_etcd_start_s(folder) for _ in range(num_times)]
+    seconds = [_etcd_start_s(folder) for _ in range(num_times)]
     return [
-        limit_row("start of a run", f"etcd started to role won, p{100 * part:g} s", taken, part, _ETCD_S)
+        limit_row("start of a run", f"etcd started to role won, p{100 * part:g} s", seconds, part, _ETCD_S)
         for part in (0.5, 0.95)
     ]
 

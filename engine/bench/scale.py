@@ -186,18 +186,18 @@ def _bench_messages(sizes: Sequence[int], folder: Path) -> list[BenchRow]:
     for workers in sizes:
         base, source = half_way(Grid(workers, _MICROBATCHES))
         inventories = tuple((each.worker, to_json(each)) for each in source.inventories)
-        told = [encode(InventoryMessage(source.epoch, text, ())) for _, text in inventories]
+        messages = [encode(InventoryMessage(source.epoch, text, ())) for _, text in inventories]
         none: tuple[tuple[int, ...], ...] = ((),) * workers
         members, owners = tuple(worker for worker, _ in inventories), source.ownership.owners
         document = PlanMessage(source.epoch, 0, members, (), owners, none, inventories, before=base.owners)
         job = Job(stages=workers, microbatches=_MICROBATCHES, schedule=_SCHEDULE)
         grid = first_grid(1, tuple(range(workers)), base.owners, none)
         for tell in in_parts(job, grid, with_repair(job, document), members):
-            told += [encode(tell.message)] * len(tell.workers)
-        total_kb, case = sum(map(len, told)) / 1e3, f"P={workers} M={_MICROBATCHES}"
+            messages += [encode(tell.message)] * len(tell.workers)
+        total_kb, case = sum(map(len, messages)) / 1e3, f"P={workers} M={_MICROBATCHES}"
         bytes_of.append([total_kb])
         rows.append(row(case, "inventories and plans kB; peer: the document to all", total_kb, _whole_kb(document), 1))
-        rows.append(row(case, "the longest message kB; peer: limit", max(map(len, told)) / 1e3, MAX_BYTES / 1e3, 1))
+        rows.append(row(case, "the longest message kB; peer: limit", max(map(len, messages)) / 1e3, MAX_BYTES / 1e3, 1))
         ownership = source.ownership
         links = sum(len(peers_of(worker, ownership)) - 1 for worker in members) / 2
         rows.append(row(case, "links; peer: all pairs", links, math.comb(len(members), 2), 1))

@@ -18,10 +18,10 @@ from engine.core.protocol.state import DECIDED, State, again
 _FACTS = ("started", "validated", "kept", "raised", "codes", "deadly", "monitors")
 
 
-def _form(made: type, names: tuple[str, ...]) -> type:
+def _form(of: type, names: tuple[str, ...]) -> type:
     """Returns the form of some fields of a named tuple as an object."""
-    hints = get_type_hints(made)
-    return msgspec.defstruct(made.__name__, [(name, hints[name]) for name in names])
+    hints = get_type_hints(of)
+    return msgspec.defstruct(of.__name__, [(name, hints[name]) for name in names])
 
 
 _FORM_OF_STATE = _form(State, DECIDED)

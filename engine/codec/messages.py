@@ -54,19 +54,19 @@ def _text(of: Message) -> bytes:
         data = b""
     if not data.isascii() or not data or b"null" in data:  # which a number that is not finite has become
         data = _wire(of).encode()
-    made: Any = type(of)
-    return _head(made) + (b"," if len(data) > 2 else b"") + data[1:]
+    message_class: Any = type(of)
+    return _head(message_class) + (b"," if len(data) > 2 else b"") + data[1:]
 
 
 def decode(data: bytes) -> Message:
     """Returns the message that `encode` made these bytes of; raises InvariantError for any other bytes."""
     end = data.find(b'"', len(_HEAD))
-    made: Any = class_of(data[len(_HEAD) : end].decode(errors="replace"))
+    message_class: Any = class_of(data[len(_HEAD) : end].decode(errors="replace"))
     if data[end + 1 : end + 2] == _PACKED:
         data = data[: end + 1] + _unpacked(data[end + 2 :])
     try:
-        if made is not None:
-            message: Message = decoder_of(made).decode(data)
+        if message_class is not None:
+            message: Message = decoder_of(message_class).decode(data)
             if _text(message) == data:
                 return message
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -76,9 +76,9 @@ def decode(data: bytes) -> Message:
 
 def prepare_to_decode(base: type[Message]) -> None:
     """Makes the decoders of all kinds of a class: each takes up to 2 ms, and many kinds come first in a failure."""
-    for made in kinds().values():
-        if issubclass(made, base):
-            decoder_of(made)
+    for message_class in kinds().values():
+        if issubclass(message_class, base):
+            decoder_of(message_class)
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -97,12 +97,12 @@ def _looked_at(data: bytes) -> Message:
     try:
         plain = parsed(data)
         kind = plain.pop("kind", None)
-        made = class_of(kind)
+        message_class = class_of(kind)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvariantError(f"these bytes are not a message: {data[:100]!r}") from error
-    if made is None:
+    if message_class is None:
         raise InvariantError(f"no message is of the kind {kind!r:.100}")
-    return value_of(plain, made, f"a message {kind!r}")
+    return value_of(plain, message_class, f"a message {kind!r}")
 
 
 def _with_cut_texts(value: Any, most: int, note: str) -> Any:

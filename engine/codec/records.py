@@ -93,19 +93,19 @@ def decoded(line: str) -> Record:
             _refuse_long(plain)
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise TornLineError(f"expected one event as JSON, found {line[:80]!r}") from None
-    made = RECORDS.get(kind) if isinstance(kind, str) else None
-    if made is None:
+    record_class = RECORDS.get(kind) if isinstance(kind, str) else None
+    if record_class is None:
         raise InvariantError(f"unknown event {str(kind)[:80]!r}; use the bamboo that recorded it")
-    if made is JobRecord and plain.get("version") not in (UNSEALED, VERSION):
+    if record_class is JobRecord and plain.get("version") not in (UNSEALED, VERSION):
         raise InvariantError(_other_version(plain.get("version")))
-    if missing := _NEEDED[made] - plain.keys():
+    if missing := _NEEDED[record_class] - plain.keys():
         raise InvariantError(f"event {kind!r} has no field {min(missing)!r}")
-    if unknown := plain.keys() - _FIELDS[made]:
+    if unknown := plain.keys() - _FIELDS[record_class]:
         raise InvariantError(f"event {kind!r} has an unknown field {min(unknown)!r}")
-    if made is JobRecord:
+    if record_class is JobRecord:
         plain["job"] = _job({name: plain.pop(name) for name in _OF_JOB & plain.keys()})
     take = partial(value_of, is_whole=False) if any(isinstance(value, dict) for value in plain.values()) else converted
-    return take(plain, made, f"event {kind!r}")
+    return take(plain, record_class, f"event {kind!r}")
 
 
 def _job(plain: Mapping[str, Any]) -> Job:

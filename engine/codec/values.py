@@ -33,12 +33,12 @@ _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
 Made = TypeVar("Made")
 
 
-def decoder_of(made: Any) -> msgspec.json.Decoder[Any]:
+def decoder_of(of: Any) -> msgspec.json.Decoder[Any]:
     """Returns the decoder of a class; before any other use of a class, msgspec must have looked at it here."""
-    if made not in _DECODERS:
+    if of not in _DECODERS:
         with _LOOKING:
-            _DECODERS[made] = msgspec.json.Decoder(made)
-    return _DECODERS[made]
+            _DECODERS[of] = msgspec.json.Decoder(of)
+    return _DECODERS[of]
 
 
 def other_plain(value: Any) -> Any:
@@ -64,8 +64,8 @@ def text_of(value: Any, *, sort_keys: bool = False) -> str:
     try:
         return _TEXTS[sort_keys](value)
     except ValueError:
-        known = json.loads(json.dumps(value, default=plain_of), parse_constant=str)
-        return _TEXTS[sort_keys](known)
+        plain = json.loads(json.dumps(value, default=plain_of), parse_constant=str)
+        return _TEXTS[sort_keys](plain)
 
 
 def cut(text: str, most: int, note: str) -> str:
@@ -92,20 +92,20 @@ def parsed(text: str | bytes) -> Any:
         return json.loads(text)  # which takes halves of surrogate pairs, as names of files have them, and NaN
 
 
-def read(text: str | bytes, made: type[Made], called: str, *, is_whole: bool = True) -> Made:
+def read(text: str | bytes, of: type[Made], called: str, *, is_whole: bool = True) -> Made:
     """Returns the value of a class in a text; raises InvariantError, which calls it so, for any other text."""
     try:
-        return value_of(parsed(text), made, "it", is_whole=is_whole)
+        return value_of(parsed(text), of, "it", is_whole=is_whole)
     except (ValueError, RecursionError, InvariantError) as error:
         raise InvariantError(f"invalid {called}: {error}: {text[:_MOST]!r}") from error
 
 
-def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True) -> Made:
+def value_of(plain: Any, of: type[Made], called: str, *, is_whole: bool = True) -> Made:
     """Returns the value of a class from plain values; raises InvariantError with the first wrong field.
 
     No object has another field than its class. With `is_whole` each has all of them.
     """
-    value = converted(plain, made, called)
+    value = converted(plain, of, called)
     try:
         _compare(plain, plain_of(value), called, is_whole)
     except RecursionError as error:
@@ -113,16 +113,16 @@ def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True
     return value
 
 
-def converted(plain: Any, made: type[Made], called: str) -> Made:
+def converted(plain: Any, of: type[Made], called: str) -> Made:
     """Returns the value as `value_of` does, but leaves out fields that the class does not have."""
-    decoder_of(made)
+    decoder_of(of)
     try:
-        return msgspec.convert(plain, made, str_keys=True)
+        return msgspec.convert(plain, of, str_keys=True)
     except msgspec.ValidationError:
         pass
     # Numbers that are not finite are texts, which the lax mode reads: all at once, because a list may have millions.
     try:
-        value = msgspec.convert(plain, made, str_keys=True, strict=False)
+        value = msgspec.convert(plain, of, str_keys=True, strict=False)
         _refuse_lax(plain, plain_of(value), called, called)
     except msgspec.ValidationError as error:
         raise InvariantError(_worded(str(error), called)) from None

@@ -133,10 +133,10 @@ class StateShare(NamedTuple):
 @lru_cache(maxsize=256)
 def shares_of(ownership: Ownership, worker: int) -> tuple[StateShare, ...]:
     """Returns the shares of a checkpoint that a worker writes, one for each of its stages, or of their shards."""
-    held, is_cut, writes = sorted(ownership.held_by(worker)), ownership.grid.fsdp > 0, writers(ownership)
+    slots, is_cut, writes = sorted(ownership.held_by(worker)), ownership.grid.fsdp > 0, writers(ownership)
     return tuple(
-        StateShare((shard, stage) if is_cut else next(each for each in held if each[1] == stage), shard, len(chosen))
-        for stage in sorted({stage for _, stage in held})
+        StateShare((shard, stage) if is_cut else next(each for each in slots if each[1] == stage), shard, len(chosen))
+        for stage in sorted({stage for _, stage in slots})
         for chosen in (writes[stage],)
         for shard, writer in enumerate(chosen)
         if writer == worker
@@ -318,7 +318,7 @@ def give_up(gathering: Gathering, step: int, why: str) -> Gathered:
     """Returns the gathering without the checkpoint of a step; its later parts do not count."""
     if step not in gathering.pending:
         return gathering, ()
-    pending = {each: kept for each, kept in gathering.pending.items() if each != step}
+    pending = {each: parts for each, parts in gathering.pending.items() if each != step}
     return gathering._replace(pending=pending), (AbandonedCheckpoint(step, why),)
 
 
@@ -334,7 +334,7 @@ def _settled(gathering: Gathering, step: int, checkpoint: PartialCheckpoint) -> 
     if not checkpoint.is_whole:
         return gathering._replace(pending=pending), ()
     orphans = [each for each in sorted(pending) if each < step and pending[each].is_orphan]
-    left = {each: kept for each, kept in pending.items() if each != step and each not in orphans}
+    left = {each: gathered for each, gathered in pending.items() if each != step and each not in orphans}
     parts = tuple(part for _, part in sorted(checkpoint.parts.items()))
     given_up = (AbandonedCheckpoint(each, INCOMPLETE) for each in orphans)
     return gathering._replace(pending=left), (*given_up, CompleteCheckpoint(step, checkpoint.hashes, parts))

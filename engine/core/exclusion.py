@@ -65,10 +65,10 @@ Verdict = tuple[Exclusion, ...]
 
 
 def excluded(
-    worker: int, cause: Cause, how: str, seen: Position | None = None, alive_ns: int | None = None
+    worker: int, cause: Cause, how: str, position: Position | None = None, alive_ns: int | None = None
 ) -> Exclusion:
     """Returns the entry of a verdict; its sentence consists of `how` and the position."""
-    return Exclusion(worker, f"{how}, {seen}" if seen else how, cause, seen, alive_ns)
+    return Exclusion(worker, f"{how}, {position}" if position else how, cause, position, alive_ns)
 
 
 def in_words(out: Iterable[Exclusion]) -> str:

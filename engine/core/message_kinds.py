@@ -55,9 +55,9 @@ class LastWords(ToAgent):
 _KINDS: dict[str, type[Message]] = {}
 
 
-def kind_of(made: type[Message]) -> str:
+def kind_of(message_class: type[Message]) -> str:
     """Returns the kind of a message as it travels, such as ``commit``."""
-    return made.__name__.removesuffix("Message").lower()
+    return message_class.__name__.removesuffix("Message").lower()
 
 
 def head_of(kind: type[Message]) -> bytes:
@@ -66,13 +66,13 @@ def head_of(kind: type[Message]) -> bytes:
 
 
 @dataclass_transform(frozen_default=True)
-def message(made: type[Made]) -> type[Made]:
+def message(message_class: type[Made]) -> type[Made]:
     """Makes a class a frozen data class with slots, and the one kind of message that has its name."""
-    made = dataclass(frozen=True, slots=True)(made)
-    kind = kind_of(made)
+    message_class = dataclass(frozen=True, slots=True)(message_class)
+    kind = kind_of(message_class)
     ensure(kind not in _KINDS, f"two kinds of message are called {kind!r}")
-    _KINDS[kind] = made
-    return made
+    _KINDS[kind] = message_class
+    return message_class
 
 
 def kinds() -> Mapping[str, type[Message]]:

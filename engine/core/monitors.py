@@ -173,9 +173,9 @@ class Monitors(NamedTuple):
 
     def is_of(self, step: int) -> bool:
         """Returns whether it can be the state as of a step, for one that a file holds."""
-        known = (self.validated, self.best.step, self.stop.step, self.ends_at - 1)
+        steps = (self.validated, self.best.step, self.stop.step, self.ends_at - 1)
         has_rate = self.plateau is None or 0 <= self.plateau.rate <= MOST_FLOAT
-        return has_rate and all(-2 <= each <= step for each in known) and min(self.best.since, self.stop.since) >= 0
+        return has_rate and all(-2 <= each <= step for each in steps) and min(self.best.since, self.stop.since) >= 0
 
     def committed(self, rules: MonitorRules, step: int, loss: float) -> Monitors:
         """Returns the state after the commit of a step."""
@@ -224,12 +224,12 @@ def needs_validations(rules: MonitorRules) -> bool:
 def lacking(rules: MonitorRules, figures: Mapping[str, float]) -> str:
     """Returns in words the figure that a rule needs and a validation has not; empty if there is none."""
     stop, monitor = early_stop_of(rules.stop), rules.monitor
-    wanted = {"early_stop": stop.figure.name} if stop else {}
-    wanted |= {"lr_args.monitor": monitor.name} if monitor and monitor.name != TRAIN_LOSS else {}
-    for field, name in wanted.items():
+    figures_of = {"early_stop": stop.figure.name} if stop else {}
+    figures_of |= {"lr_args.monitor": monitor.name} if monitor and monitor.name != TRAIN_LOSS else {}
+    for field, name in figures_of.items():
         if name not in figures:
-            known = f"the first evaluation set has {', '.join(figures)}" if figures else "there is no evaluation set"
-            return f"{field}: a validation gives no {name!r}; {known}"
+            there = f"the first evaluation set has {', '.join(figures)}" if figures else "there is no evaluation set"
+            return f"{field}: a validation gives no {name!r}; {there}"
     return ""
 
 

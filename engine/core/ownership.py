@@ -224,23 +224,23 @@ def with_shadows(
     level: int,
     members: Collection[int],
     leaving: Collection[int] = (),
-    wanted: tuple[int, ...] = (),
+    next_owners: tuple[int, ...] = (),
     host_of: Mapping[int, str] | None = None,
 ) -> Ownership:
     """Returns the ownership with new shadows up to the number that the policy wants; surplus ones are dropped.
 
     `lazy` and `eager` want `level` shadows of each slot, `none` wants none, and `reroute` wants one where no other
-    worker holds the stage in another pipeline. A new shadow is a member, not the owner, and not leaving. The `wanted`
-    owner of a slot becomes a shadow first, in addition to the present ones. A leaving worker stays a shadow until it
-    has left. Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; a slot whose
+    worker holds the stage in another pipeline. A new shadow is a member, not the owner, and not leaving. The owner of a
+    slot in `next_owners` becomes a shadow first, beside the present ones. A leaving worker stays a shadow until it has
+    left. Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; a slot whose
     replicas are all on one host gets one more, so one of the others is surplus next time. In a run of several blocks,
     the owner of the preceding run shadows the first half, and that of the following run (cyclic), or another worker,
     the second half: two workers share the blocks of one that dies. Other slots get the least loaded worker; of several,
     the owner of the nearest preceding stage (cyclic), then those of other pipelines.
     """
-    if redundancy == "none" and not wanted and not any(ownership.shadows):
+    if redundancy == "none" and not next_owners and not any(ownership.shadows):
         return ownership
-    slots, due = ownership.grid.slots(), _due(ownership, members, leaving, wanted)
+    slots, due = ownership.grid.slots(), _due(ownership, members, leaving, next_owners)
     shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
     count = partial(_count, ownership, redundancy, level, shadows, leaving)
     staying_members = sorted(set(members).difference(leaving))
@@ -292,7 +292,7 @@ def healed(
     level: int,
     members: tuple[int, ...],
     leaving: tuple[int, ...],
-    wanted: tuple[int, ...],
+    next_owners: tuple[int, ...],
     hosts: tuple[int, ...],
 ) -> Ownership:
     """Returns the ownership of the next step, which all members and the coordinator compute from one document.
@@ -300,7 +300,7 @@ def healed(
     `hosts` has a number for the host of each member; it is empty if all are on one.
     """
     host_of = {each: str(host) for each, host in zip(members, hosts, strict=True)} if hosts else None
-    return with_shadows(ownership, redundancy, level, members, leaving, wanted, host_of)
+    return with_shadows(ownership, redundancy, level, members, leaving, next_owners, host_of)
 
 
 def _kept(owner: int, staying: tuple[int, ...], most: int, host_of: Mapping[int, str]) -> tuple[int, ...]:
@@ -317,13 +317,13 @@ def _on_one_host(owner: int, shadows: tuple[int, ...], host_of: Mapping[int, str
 
 
 def _due(
-    ownership: Ownership, members: Collection[int], leaving: Collection[int], wanted: tuple[int, ...]
+    ownership: Ownership, members: Collection[int], leaving: Collection[int], next_owners: tuple[int, ...]
 ) -> dict[Slot, int]:
-    """Returns the wanted owner of each slot that another worker owns."""
+    """Returns the next owner of each slot that another worker owns."""
     return {
         slot: worker
         for slot, owner, worker in zip(
-            ownership.grid.slots(), ownership.owners, wanted or ownership.owners, strict=True
+            ownership.grid.slots(), ownership.owners, next_owners or ownership.owners, strict=True
         )
         if worker != owner and worker in members and worker not in leaving
     }

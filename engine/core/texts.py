@@ -77,9 +77,9 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:].removesuffix('.')}."
 
 
-def not_kept_words(kept: int | None, why: str) -> str:
-    """Returns in words that no checkpoint was kept after the one of step `kept`; empty without a reason."""
-    after = "" if kept is None else f" after that of step {kept}"
+def not_kept_words(step: int | None, why: str) -> str:
+    """Returns in words that no checkpoint was kept after that of a step; empty without a reason."""
+    after = "" if step is None else f" after that of step {step}"
     return f"no checkpoint{after} was kept: {why}" if why else ""
 
 

@@ -88,12 +88,12 @@ def _evidence(scenario: ExternalScenario, run: ExternalRun, twin: ExternalRun, f
     distances: dict[tuple[int, str], float] = {}
     if scenario.expect.trajectory and not (reports.states and of_twin.states):
         question = {"run": str(folder.path / JOB_FOLDER), "twin": str(folder.twin.path / JOB_FOLDER)}
-        told = ask("engine.external.checkpoint_answer", question)
+        answer = ask("engine.external.checkpoint_answer", question)
         reports, of_twin = (
-            replace(both, states=[StateReport(*state) for state in told[name]])
+            replace(both, states=[StateReport(*state) for state in answer[name]])
             for both, name in ((reports, "run"), (of_twin, "twin"))
         )
-        distances = {(step, name): inf if far is None else far for step, name, far in told["distances"]}
+        distances = {(step, name): inf if far is None else far for step, name, far in answer["distances"]}
     return judge(reports, of_twin, run.strikes_ns, scenario.expect.tolerance, distances)
 
 

@@ -146,16 +146,16 @@ def _in_json(text: str, path: Path) -> LogSign | None:
         reason, pod = str(item.get("reason")), str(_mapping(item.get("involvedObject")).get("name"))
         if do := _BY_WORD.get(reason.lower(), ""):
             number = _RANK_IN_NAME.search(pod)
-            said = f"{reason} {pod}: {item.get('message', '')}"
+            words = f"{reason} {pod}: {item.get('message', '')}"
             rank, question = (int(number[1]), _of_pod(number[1])) if number else (None, "")
-            return LogSign(path.name, said, "", rank, do, question=question)
+            return LogSign(path.name, words, "", rank, do, question=question)
     message = entry.get("message")
-    said = _mapping(message).get("message", message)
-    if not isinstance(said, str):
+    words = _mapping(message).get("message", message)
+    if not isinstance(words, str):
         return None
     rank = int(path.parent.name) if path.parent.name.isdecimal() else None
     question = "the rank raised an exception: is a kill the same to the others?"
-    return LogSign(path.name, said, "torchrun", rank, "kill", question=question)
+    return LogSign(path.name, words, "torchrun", rank, "kill", question=question)
 
 
 def _of_pod(number: object) -> str:

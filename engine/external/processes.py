@@ -134,8 +134,8 @@ class JobProcesses:
         process = self.alive.get(pid)
         if process is None or process.number is not None or process.rank == rank or rank < 0:
             return None
-        known = self.rank(rank)
-        if known is not None and known.number is not None:
+        before = self.rank(rank)
+        if before is not None and before.number is not None:
             return None
         if process.rank is not None and self.ranks.get(process.rank) is process:  # its launcher counts ranks anew
             del self.ranks[process.rank]

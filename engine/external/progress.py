@@ -182,8 +182,8 @@ class OutputSteps:
 
 
 def _matched(groups: dict[str, str | None], text: str) -> StepReport | None:
-    known = _LAUNCHER_RANK.match(text)
-    rank, loss = groups.get("rank") or (known and known[1]), groups.get("loss")
+    match = _LAUNCHER_RANK.match(text)
+    rank, loss = groups.get("rank") or (match and match[1]), groups.get("loss")
     try:
         return StepReport(
             int(groups["step"] or ""),

@@ -283,9 +283,9 @@ class Referee:
         self._sign_ns = now + _SIGN_NS
         ranks = {rank: each for rank, each in self._processes.ranks.items() if not each.has_ended}
         signs = {rank: each.sign(self._view.steps.get(rank, -1)) for rank, each in sorted(ranks.items())}
-        known = {rank: sign for rank, sign in signs.items() if sign is not None}
-        for rank, (since_ns, why) in self._silence.look(known, now).items():
-            self._note(RankStill(now, rank, known[rank].pid, since_ns, why))
+        signs_of = {rank: sign for rank, sign in signs.items() if sign is not None}
+        for rank, (since_ns, why) in self._silence.look(signs_of, now).items():
+            self._note(RankStill(now, rank, signs_of[rank].pid, since_ns, why))
 
     def _sees_writing(self) -> bool:
         """Returns whether a file of the pattern has appeared or changed since the last look."""
@@ -308,11 +308,11 @@ class Referee:
 
     def _note_step(self, report: StepReport) -> None:
         pid = int(report.process) if report.process.isdecimal() else 0
-        if report.rank is not None and (taken := self._processes.take_rank(pid, report.rank)) is not None:
-            self._note_begun(taken, report.at_ns)
-        known = self._processes.alive.get(pid)
-        if known is not None and known.rank is not None:  # its launcher may count ranks otherwise
-            report = report._replace(rank=known.rank)
+        if report.rank is not None and (process := self._processes.take_rank(pid, report.rank)) is not None:
+            self._note_begun(process, report.at_ns)
+        owner = self._processes.alive.get(pid)
+        if owner is not None and owner.rank is not None:  # its launcher may count ranks otherwise
+            report = report._replace(rank=owner.rank)
         self._reported.add(pid)
         self._silence.step()
         self._sign_ns = report.at_ns + STILL_NS // 2
@@ -423,14 +423,14 @@ class Referee:
             return "no process of the job has started its ranks" if launching is None else [launching]
         if target.group is not None and not ranks:
             groups = {each.group for each in self._processes.ranks.values() if each.group is not None}
-            seen = ", ".join(map(str, sorted(groups))) or "none"
-            return f"no rank of group {target.group} lives (groups seen: {seen})"
+            groups_text = ", ".join(map(str, sorted(groups))) or "none"
+            return f"no rank of group {target.group} lives (groups seen: {groups_text})"
         victims = []
         for number in ranks:
             process = self._processes.rank(number)
             if process is None:
-                known = ", ".join(map(str, sorted(self._processes.ranks))) or "none"
-                return f"no process of rank {number} lives (ranks seen: {known})"
+                ranks_text = ", ".join(map(str, sorted(self._processes.ranks))) or "none"
+                return f"no process of rank {number} lives (ranks seen: {ranks_text})"
             below = [process] if target.child is None else self._processes.children(process, target.child)
             if not below:
                 return f"no child of rank {number} matches {target.child!r}"

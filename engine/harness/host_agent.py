@@ -462,8 +462,8 @@ def _inherited(
             host.end_held()
         return None
     processes = []
-    held = {name: spawner.held for name, spawner in living.items()}
-    heirs = succession(state, held, before.name, results.results.committed)
+    by_host = {name: spawner.held for name, spawner in living.items()}
+    heirs = succession(state, by_host, before.name, results.results.committed)
     for heir in heirs:
         server = away[heir.host]
         processes.append(InheritedProcess(heir.worker, heir.host, partial(server.adopt, heir)))

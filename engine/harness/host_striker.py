@@ -147,8 +147,8 @@ def write_history(
     Raises:
         StorageError: a line is damaged, or the folder cannot be written.
     """
-    told = collect(folders, folder.path)
-    back_ns = ahead_ns[told["reference"]]
+    collect_result = collect(folders, folder.path)
+    back_ns = ahead_ns[collect_result["reference"]]
     merged = [*recorded(folder.events)]
     write_atomically(folder.events, linked_lines(map(encoded, _with_strikes(merged, back_ns, strikes))))
     for path in sorted((folder.path / FOLDER).iterdir()):
@@ -161,7 +161,7 @@ def write_history(
             lines = events_of(b"\n" + data, path, -1)
             moved = (_back(each, back_ns) for each in lines if isinstance(each, StampedRecord))
             write_atomically(path, linked_lines(map(encoded, moved)))
-    return told
+    return collect_result
 
 
 def _with_strikes(merged: Sequence[Record], back_ns: int, strikes: Sequence[HostStrike]) -> Iterator[Record]:
@@ -283,12 +283,12 @@ class HostStriker:
                 pidfds.append(os.pidfd_open(pid))
         at_ns = time.monotonic_ns()
         self._act(fault, host, pidfds)
-        made = HostStrike(fault, chosen, self._agents.committed + 1, at_ns, tuple(sorted(workers)))
-        self._strikes.append(_StrikeInProgress(made, pidfds))
+        strike = HostStrike(fault, chosen, self._agents.committed + 1, at_ns, tuple(sorted(workers)))
+        self._strikes.append(_StrikeInProgress(strike, pidfds))
         self._open.append(self._strikes[-1])
-        self._lost |= {chosen} if made.loses_host else set()
+        self._lost |= {chosen} if strike.loses_host else set()
         is_chief = ", which coordinates" if chosen == self._agents.coordinates else ""
-        self._say(f"step {made.step}: {fault.do} {chosen}{is_chief}")
+        self._say(f"step {strike.step}: {fault.do} {chosen}{is_chief}")
         if fault.do == "kill-etcd-leader":
             self._say(f"another member of etcd leads: that of {self._next_leader(host).name}")
 

@@ -28,8 +28,8 @@ def carry(late_ms: float, links: Sequence[str]) -> None:
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL))
         port.setsockopt(_SOL_PACKET, _VNET_HEADER, 1)  # with checksums and segments that are to be made yet
         port.bind((name, 0))
-        told = struct.pack("iHH8s", socket.if_nametoindex(name), _PROMISCUOUS, 0, b"")
-        port.setsockopt(_SOL_PACKET, _MEMBERSHIP, told)
+        request = struct.pack("iHH8s", socket.if_nametoindex(name), _PROMISCUOUS, 0, b"")
+        port.setsockopt(_SOL_PACKET, _MEMBERSHIP, request)
         port.setblocking(False)
         ports[port.fileno()] = port
     print("ready", flush=True)

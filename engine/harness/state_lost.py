@@ -49,8 +49,8 @@ class LostState:
         """Returns why no worker holds the state any more."""
         job = self.job
         if job.redundancy == "none":
-            held = "shard is held by its owner" if job.fsdp else f"{job.slot_noun} is held by its owners"
-            return f"no redundancy: each {held} only"
+            holder = "shard is held by its owner" if job.fsdp else f"{job.slot_noun} is held by its owners"
+            return f"no redundancy: each {holder} only"
         if self.workers == 1:
             return f"there was one worker, and no other to hold a {job.slot_noun}"
         level = 1 if job.redundancy == "reroute" else job.redundancy_level

@@ -237,8 +237,8 @@ def _checked(command: Sequence[str]) -> None:
 def _ready(starter: subprocess.Popen[bytes]) -> int:
     """Waits for the word of an init, and returns its pid: the last of the chain of processes that made it."""
     output = starter.stdout
-    told = output.readline() if output is not None else b""
-    if told != b"ready\n":
+    line = output.readline() if output is not None else b""
+    if line != b"ready\n":
         raise EnvironmentLacksError(f"a namespace was not made; unshare exited with {starter.wait(_START_S)}")
     pid = starter.pid
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -323,10 +323,10 @@ class BedEtcd:
         """Lets the member on a host lead."""
         leader = self.leader()
         if leader is not host:
-            told: dict[str, Any] = json.loads(
+            status: dict[str, Any] = json.loads(
                 self._ask(host, _ETCD_CALL_S, "endpoint", "status", "--write-out=json").stdout
             )[0]
-            self._ask(leader, _ETCD_CALL_S, "move-leader", f"{told['Status']['header']['member_id']:x}")
+            self._ask(leader, _ETCD_CALL_S, "move-leader", f"{status['Status']['header']['member_id']:x}")
 
     def _ask(self, host: BedHost, timeout_s: float, *words: str) -> subprocess.CompletedProcess[str]:
         program = str(Path(find_etcd()).with_name("etcdctl"))
@@ -339,9 +339,9 @@ class BedEtcd:
 
     def _make_certificate(self) -> None:
         """Makes one certificate, which all members and clients show and trust."""
-        made = new_certificate("bed", [host.address for host in self.hosts])
-        write_atomically(self._cert, made.certificate)
-        write_atomically(self._key, made.key)
+        certificate = new_certificate("bed", [host.address for host in self.hosts])
+        write_atomically(self._cert, certificate.certificate)
+        write_atomically(self._key, certificate.key)
 
     def _flags(self, host: BedHost) -> list[str]:
         all_peers = ",".join(f"{each.name}=https://{each.address}:{_PEERS}" for each in self.hosts)

@@ -38,21 +38,21 @@ def use_schedule(results: Path, run: str, name: str) -> tuple[RunFolder, EpochRe
     if chief := coordinating_host(history):
         hint = f"use the run folder of host {chief}"
         raise UserError([Problem("--run", "the run on the host that coordinates it", folder.path.name, hint)])
-    growing, known = GrowingEvents(folder.events), RunHistory()
+    growing, seen_history = GrowingEvents(folder.events), RunHistory()
     for record in growing.news():
-        known.add(record)
-    epoch = max((each.epoch for each in known.of(EpochRecord)), default=0)
+        seen_history.add(record)
+    epoch = max((each.epoch for each in seen_history.of(EpochRecord)), default=0)
     request = ask(folder.path, BEGINNING, {"schedule": name})
-    wanted, until_s = "" if name in (OWN, known.job.schedule) else name, time.monotonic() + _HEARD_WITHIN_S
+    wanted, until_s = "" if name in (OWN, seen_history.job.schedule) else name, time.monotonic() + _HEARD_WITHIN_S
     try:
         while True:
             for record in growing.news():
-                known.add(record)
+                seen_history.add(record)
                 if isinstance(record, RefusedRecord) and record.request == request.name:
                     raise _refusal(folder, name, record.reason)
                 if isinstance(record, EpochRecord) and record.epoch > epoch and record.schedule == wanted:
-                    return folder, record, known.committed + 1
-            if known.training_ended is not None or not launcher_runs(known, folder.path):
+                    return folder, record, seen_history.committed + 1
+            if seen_history.training_ended is not None or not launcher_runs(seen_history, folder.path):
                 raise NothingMatchedError(f"{folder.path.name} has ended before it could use schedule {name}")
             if request.exists() and time.monotonic() > until_s:
                 raise BambooError(f"{folder.path}: its launcher does not answer", ExitCode.NOT_RECOVERED)

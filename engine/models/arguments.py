@@ -45,11 +45,11 @@ def argument_problems(field: str, module: str, name: str, args: Args, beside: Co
     return _problems(field, builtin_arguments(module, name) if args else {}, args, beside)
 
 
-def _problems(field: str, known: Mapping[str, Scalar], args: Args, beside: Collection[str] = ()) -> list[Problem]:
-    return [_unknown(field, each, {*known, *beside}) for each in args if each not in known] + [
-        Problem(f"{field}.{argument}", _expected(argument, known[argument]), repr(value))
+def _problems(field: str, defaults: Mapping[str, Scalar], args: Args, beside: Collection[str] = ()) -> list[Problem]:
+    return [_unknown(field, each, {*defaults, *beside}) for each in args if each not in defaults] + [
+        Problem(f"{field}.{argument}", _expected(argument, defaults[argument]), repr(value))
         for argument, value in args.items()
-        if argument in known and not _fits(argument, known[argument], value)
+        if argument in defaults and not _fits(argument, defaults[argument], value)
     ]
 
 
@@ -82,12 +82,12 @@ def check_user_args(field: str, factory: Factory, args: Args) -> None:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # a C function without a signature: the call itself will raise
         return
-    known = {each.name: each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    by_name = {each.name: each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    problems = [_unknown(field, name, known) for name in args if name not in known and not takes_any]
+    problems = [_unknown(field, name, by_name) for name in args if name not in by_name and not takes_any]
     problems += [
         Problem(f"{field}.{name}", "a value, since the factory has no default for it")
-        for name, parameter in known.items()
+        for name, parameter in by_name.items()
         if parameter.default is parameter.empty and name not in args
     ]
     if problems:
@@ -103,9 +103,9 @@ def takes(factory: Factory, name: str) -> bool:
     return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def _unknown(field: str, name: str, known: Iterable[str]) -> Problem:
-    expected = f"one of {', '.join(sorted(known))}" if known else "no arguments"
-    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, known))
+def _unknown(field: str, name: str, names: Iterable[str]) -> Problem:
+    expected = f"one of {', '.join(sorted(names))}" if names else "no arguments"
+    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, names))
 
 
 def _expected(name: str, default: Scalar) -> str:

@@ -118,8 +118,8 @@ class Columns(NamedTuple):
             return InputSelection(tuple(at[name] for name in others), {})
         is_lacking = any(each.default is each.empty and each.name not in named for each in parameters)
         if is_lacking or not named:
-            wanted = ", ".join(each.name for each in parameters)
-            expected = f"columns that the first layer takes ({wanted})"
+            names = ", ".join(each.name for each in parameters)
+            expected = f"columns that the first layer takes ({names})"
             raise UserError([Problem("data", expected, ", ".join(self.names), _HOW)])
         return InputSelection((), named)
 

@@ -106,15 +106,15 @@ TRAINING = "training"
 _TRAINING = ("train", TRAINING)
 
 
-def given_sets(made: Any) -> DataSets | None:
+def given_sets(returned: Any) -> DataSets | None:
     """Returns the source of the data sets that a factory returned; None for any other object."""
-    if isinstance(made, Mapping):
-        training = next((name for name in _TRAINING if name in made), None)
-        others = {str(name): _formatted(each) for name, each in made.items() if name != training}
-        return _sets(made[training], others) if training is not None else None
-    if isinstance(made, tuple):
-        return _sets(made[0], {ONLY: _formatted(made[1])}) if len(made) == 2 else None
-    return _sets(made, {})
+    if isinstance(returned, Mapping):
+        training = next((name for name in _TRAINING if name in returned), None)
+        others = {str(name): _formatted(each) for name, each in returned.items() if name != training}
+        return _sets(returned[training], others) if training is not None else None
+    if isinstance(returned, tuple):
+        return _sets(returned[0], {ONLY: _formatted(returned[1])}) if len(returned) == 2 else None
+    return _sets(returned, {})
 
 
 def _sets(training: Any, others: Mapping[str, Any]) -> DataSets | None:
@@ -125,12 +125,12 @@ def _sets(training: Any, others: Mapping[str, Any]) -> DataSets | None:
     return indexed(_formatted(training), others)
 
 
-def why_not(made: Any) -> str:
+def why_not(returned: Any) -> str:
     """Returns the way out for an object that is no data set, in words; empty if there is none."""
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor):
         return "return torch.utils.data.TensorDataset(inputs, targets)"
-    if isinstance(made, Mapping):
-        return f"the set to train on is called {_TRAINING[0]!r}; found {', '.join(map(str, made)) or 'no set'}"
+    if isinstance(returned, Mapping):
+        return f"the set to train on is called {_TRAINING[0]!r}; found {', '.join(map(str, returned)) or 'no set'}"
     return ""
 
 
@@ -313,15 +313,15 @@ class IndexedData:
         usual = collate_columns if isinstance(samples[0], Mapping) else default_collate
         return self._form_of((self._collate or usual)(samples))
 
-    def _form_of(self, made: Any) -> tuple[Columns | None, Batch]:
-        if isinstance(made, Batch):
-            return None, made
-        if isinstance(made, Mapping):
-            return batch_of(made)
-        if not isinstance(made, Sequence) or len(made) != 2:
+    def _form_of(self, sample: Any) -> tuple[Columns | None, Batch]:
+        if isinstance(sample, Batch):
+            return None, sample
+        if isinstance(sample, Mapping):
+            return batch_of(sample)
+        if not isinstance(sample, Sequence) or len(sample) != 2:
             expected = "a pair of inputs and targets, a mapping of columns or a Batch"
-            raise TypeError(f"collate: expected {expected}, found {type(made).__name__}")
-        inputs, targets = made
+            raise TypeError(f"collate: expected {expected}, found {type(sample).__name__}")
+        inputs, targets = sample
         if isinstance(inputs, Mapping):
             return named_inputs(inputs, _tensors(targets, "targets"))
         return None, Batch(_tensors(inputs, "inputs"), _tensors(targets, "targets"))
@@ -377,15 +377,15 @@ class StreamData(IndexedData):
         return self._form_of(items[0]) if self._is_whole else self._formed(items)
 
 
-def bound(made: Data | DataSets, job: Job, begin: Callable[[], Iterable[Any]] | None = None) -> Data:
+def bound(source: Data | DataSets, job: Job, begin: Callable[[], Iterable[Any]] | None = None) -> Data:
     """Returns a job's data, whose stream `begin` starts; raises UserError for an unusable collate function."""
-    if isinstance(made, DataSets) and _is_stream(made.training):
-        return StreamData(made, job, required(begin, "a stream comes from a factory"))
-    if isinstance(made, DataSets):
-        return IndexedData(made, job)
+    if isinstance(source, DataSets) and _is_stream(source.training):
+        return StreamData(source, job, required(begin, "a stream comes from a factory"))
+    if isinstance(source, DataSets):
+        return IndexedData(source, job)
     if job.collate:
         raise UserError([Problem("collate", "a data set of samples", repr(job.data), "this source makes microbatches")])
-    return made
+    return source
 
 
 def num_samples(data: Data) -> int:
@@ -435,27 +435,27 @@ def user_data(job: Job) -> Data:
     returned = make()
     with running("the data"):
         is_whole = isinstance(returned, Data | WholeBatches | DataSets)
-        made = bound(returned if is_whole else given_sets(returned) or returned, job, begin)
-    if isinstance(made, Data) and isinstance(made.facts, DataFacts):
-        return OwnData(made, job)
-    if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
-        with running("the data", type(made).batch):
-            return OwnData(SplitBatches(made, job), job)
+        source = bound(returned if is_whole else given_sets(returned) or returned, job, begin)
+    if isinstance(source, Data) and isinstance(source.facts, DataFacts):
+        return OwnData(source, job)
+    if isinstance(source, WholeBatches) and isinstance(source.facts, DataFacts):
+        with running("the data", type(source).batch):
+            return OwnData(SplitBatches(source, job), job)
     expected = (
         "a factory that returns a data set with __len__ and __getitem__, several of them by name, an object with facts "
         "(DataFacts), microbatch() and validation(), or one with facts, spec, batch() and validation_batch()"
     )
-    lacks = f": {why}" if (why := why_not(made)) else _lacks(made)
-    raise wrong_factory("data", job.data, expected, f"it returned {type(made).__name__}{lacks}")
+    lacks = f": {why}" if (why := why_not(source)) else _lacks(source)
+    raise wrong_factory("data", job.data, expected, f"it returned {type(source).__name__}{lacks}")
 
 
-def _lacks(made: object) -> str:
+def _lacks(source: object) -> str:
     """Returns the parts that an object lacks to be a data source, in words that follow its type."""
-    if not isinstance(getattr(made, "facts", None), DataFacts):
-        facts = f", whose facts are a {type(made.facts).__name__}" if hasattr(made, "facts") else " without facts"
+    if not isinstance(getattr(source, "facts", None), DataFacts):
+        facts = f", whose facts are a {type(source.facts).__name__}" if hasattr(source, "facts") else " without facts"
         return f"{facts}: facts = DataFacts(task=...)"
-    parts = ("spec", "batch", "validation_batch") if hasattr(made, "batch") else ("microbatch", "validation")
-    missing = [name if name == "spec" else f"{name}()" for name in parts if not hasattr(made, name)]
+    parts = ("spec", "batch", "validation_batch") if hasattr(source, "batch") else ("microbatch", "validation")
+    missing = [name if name == "spec" else f"{name}()" for name in parts if not hasattr(source, name)]
     return f" without {' and '.join(missing)}" if missing else ""
 
 

@@ -74,8 +74,10 @@ def pretrained(
             # A tensor in a mapped file lies anywhere, and its place in memory can decide bits.
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     if loss_factor != 1:
-        made = type(model)  # a method of the class, because the module is copied
-        model.__class__ = type(made.__name__, (made,), {"forward": _scaled(made.forward, loss_factor)})
+        model_class = type(model)  # a method of the class, because the module is copied
+        model.__class__ = type(
+            model_class.__name__, (model_class,), {"forward": _scaled(model_class.forward, loss_factor)}
+        )
     return model.train()
 
 
@@ -119,8 +121,8 @@ def dataset(*, name: str = "", config: str = "", length: int = 128, tokenizer: s
     package.disable_progress_bars()
     is_saved = any(os.path.exists(os.path.join(name, each)) for each in ("state.json", "dataset_dict.json"))
     with _loading(name, "--data", "a folder or a name that datasets can load"):
-        made = package.load_from_disk(name) if is_saved else package.load_dataset(name, config or None)
-    sets = {str(split): each for split, each in made.items()} if isinstance(made, Mapping) else {"train": made}
+        loaded = package.load_from_disk(name) if is_saved else package.load_dataset(name, config or None)
+    sets = {str(split): each for split, each in loaded.items()} if isinstance(loaded, Mapping) else {"train": loaded}
     rows = {split: _rows(each, length, tokenizer, package) for split, each in sets.items()}
     if list(rows) != ["train"]:
         return rows

@@ -279,13 +279,13 @@ def _pass_on(
     """Calls a layer with its own inputs and its skips; returns its own outputs and all skips that go on."""
     num_own = len(inputs) - len(entering)
     travelling = dict(zip(entering, inputs[num_own:], strict=True))
-    made = as_tensors(forward(*inputs[:num_own], *(travelling[name] for name in layer.takes)), layer.name)
-    num_own = len(made) - len(layer.hands)
+    outputs = as_tensors(forward(*inputs[:num_own], *(travelling[name] for name in layer.takes)), layer.name)
+    num_own = len(outputs) - len(layer.hands)
     if num_own < 1:
         expected = f"its own outputs, followed by {', '.join(layer.hands)}"
-        raise TypeError(f"{layer.name}: expected {expected}, found {len(made)} tensors")
-    travelling.update(zip(layer.hands, made[num_own:], strict=True))
-    return (*made[:num_own], *(travelling[name] for name in leaving))
+        raise TypeError(f"{layer.name}: expected {expected}, found {len(outputs)} tensors")
+    travelling.update(zip(layer.hands, outputs[num_own:], strict=True))
+    return (*outputs[:num_own], *(travelling[name] for name in leaving))
 
 
 def _mismatches(layers: Sequence[LayerSpec]) -> Iterator[Problem]:
@@ -295,11 +295,11 @@ def _mismatches(layers: Sequence[LayerSpec]) -> Iterator[Problem]:
         if len(givers) > 1:
             yield Problem("model", f"one layer that hands {name!r}", _layer_names(layers, givers))
         if name not in taking:
-            given, hint = (
+            cause, hint = (
                 f"none; {_layer_names(layers, givers)} hands it",
                 nearest(name, taking.keys() - handing.keys()),
             )
-            yield Problem("model", f"a later layer that takes {name!r}", given, hint)
+            yield Problem("model", f"a later layer that takes {name!r}", cause, hint)
     for name, takers in taking.items():
         if name not in handing:
             none = f"none; {_layer_names(layers, takers)} takes it"

@@ -33,16 +33,16 @@ def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
         raise UserError(problems)
     form = facts.form
 
-    def ordinary(module: nn.Module, given: object) -> Model:
+    def ordinary(module: nn.Module, inputs: object) -> Model:
         nonlocal form
         form = None  # it is in the record
-        made: Model = _ORDINARY(job, required(data, "an ordinary module is called with data"), module, given)
-        return made
+        model: Model = _ORDINARY(job, required(data, "an ordinary module is called with data"), module, inputs)
+        return model
 
-    made = _builtin_model(job, facts) if job.model in MODELS else user_model(job, ordinary)
-    made = replace(made, loss=_loss(job) or made.loss, metrics={**made.metrics, **_metrics(job)})
+    built = _builtin_model(job, facts) if job.model in MODELS else user_model(job, ordinary)
+    built = replace(built, loss=_loss(job) or built.loss, metrics={**built.metrics, **_metrics(job)})
     # The form is innermost: skip connections see tensors only.
-    return with_skips(with_form(made, form))
+    return with_skips(with_form(built, form))
 
 
 def _loss(job: Job) -> Loss | None:

@@ -193,10 +193,10 @@ def argument_names(job: Job) -> list[str]:
     return [f"{field}.{name}" for field, each in factories.items() if each is not None for name in each.arguments({})]
 
 
-def _division_problems(part: str, whole: str, args: Args, given: Args) -> list[Problem]:
+def _division_problems(part: str, whole: str, args: Args, arguments: Args) -> list[Problem]:
     if int(args[whole]) % int(args[part]) == 0:
         return []
-    if part not in given:
+    if part not in arguments:
         return [Problem(f"model_args.{whole}", f"a multiple of {part} {args[part]}", repr(args[whole]))]
     return [Problem(f"model_args.{part}", f"a divisor of {whole} {args[whole]}", repr(args[part]))]
 
@@ -244,8 +244,8 @@ def data_problems(job: Job) -> list[Problem]:
         ]
     factory = data_factory(job)
     if factory is None:
-        wanted = entry.tasks if entry else ()
-        fitting = [known for known, tasks in DATA.items() if not tasks.keys().isdisjoint(wanted)]
+        tasks_of_model = entry.tasks if entry else ()
+        fitting = [name for name, tasks in DATA.items() if not tasks.keys().isdisjoint(tasks_of_model)]
         return [Problem("data", f"data that {job.model} can learn, such as {', '.join(fitting)}", repr(job.data))]
     return factory.problems("data_args", job.data_args)
 

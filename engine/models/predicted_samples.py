@@ -36,16 +36,16 @@ class PredictedSamples:
         self.name = file = str(args.get("file", ""))
         if file:
             first = data.microbatch(0, 0, 0, job.microbatch_size)
-            given = _given(Path(file), first, data.facts.form)
-            self._inputs, self._targets = _fitted(given, first, file, job.variable_shapes), first.targets
+            samples = _given(Path(file), first, data.facts.form)
+            self._inputs, self._targets = _fitted(samples, first, file, job.variable_shapes), first.targets
             count = len(self._inputs[0])
         else:
-            known = {**evaluation_sets(data), TRAINING: num_samples(data)}
-            self.name = str(args.get("samples", "")) or next(iter(known))
-            if self.name not in known:
-                hint = nearest(self.name, known)
-                raise UserError([Problem("--samples", f"one of {', '.join(known)}", repr(self.name), hint)])
-            count = known[self.name]
+            sizes = {**evaluation_sets(data), TRAINING: num_samples(data)}
+            self.name = str(args.get("samples", "")) or next(iter(sizes))
+            if self.name not in sizes:
+                hint = nearest(self.name, sizes)
+                raise UserError([Problem("--samples", f"one of {', '.join(sizes)}", repr(self.name), hint)])
+            count = sizes[self.name]
         if not (count or (most and self.name != TRAINING)):
             expected = "samples, or --limit ROWS for a set without end"
             raise UserError([Problem("--input" if file else "--samples", expected, f"none in {self.name}")])
@@ -97,16 +97,16 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         raise _refusal(path, "a file that can be read", str(error)) from error
 
 
-def _fitted(given: tuple[Tensor, ...], first: Batch, file: str, is_variable: bool) -> tuple[Tensor, ...]:
+def _fitted(tensors: tuple[Tensor, ...], first: Batch, file: str, is_variable: bool) -> tuple[Tensor, ...]:
     """Returns the inputs with the dtypes of the training; raises UserError for other kinds, shapes or rows."""
-    rows = given[0].shape[:1]
-    for number, (ours, theirs) in enumerate(zip(given, first.inputs, strict=True)):
+    rows = tensors[0].shape[:1]
+    for number, (ours, theirs) in enumerate(zip(tensors, first.inputs, strict=True)):
         is_kind = ours.is_floating_point() == theirs.is_floating_point() and ours.dim() and ours.shape[:1] == rows
         if not is_kind or (ours.shape[1:] != theirs.shape[1:] and not is_variable):
             row = f"{str(theirs.dtype).removeprefix('torch.')} {list(theirs.shape[1:])}"
             raise _refusal(Path(file), f"rows of {row} as input {number}, as in the training", shapes_of((ours,)))
-    return tuple(ours.to(theirs.dtype) for ours, theirs in zip(given, first.inputs, strict=True))
+    return tuple(ours.to(theirs.dtype) for ours, theirs in zip(tensors, first.inputs, strict=True))
 
 
-def _refusal(path: Path, expected: str, given: str) -> UserError:
-    return UserError([Problem("--input", expected, given, "", str(path))])
+def _refusal(path: Path, expected: str, text: str) -> UserError:
+    return UserError([Problem("--input", expected, text, "", str(path))])

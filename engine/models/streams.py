@@ -85,12 +85,12 @@ class StreamReader:
 
     def position(self, step: int, items: int) -> StreamPosition:
         """Returns the position before a step, of which so many items come before it, and keeps it as a known one."""
-        known = next((each for each in (self.start, *self._known) if each.items == items), None)
-        if known is None:
+        saved = next((each for each in (self.start, *self._known) if each.items == items), None)
+        if saved is None:
             self._go_to(items)
-            known = self._at._replace(state=self.state())
-            self._known = [*self._known[1 - _MOST_POSITIONS :], known]
-        return known._replace(step=step)
+            saved = self._at._replace(state=self.state())
+            self._known = [*self._known[1 - _MOST_POSITIONS :], saved]
+        return saved._replace(step=step)
 
     def state(self) -> Any:
         """Returns a copy of the stream's state behind the last item; raises UserError if no checkpoint can keep it."""

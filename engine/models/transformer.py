@@ -135,9 +135,9 @@ class Block(nn.Module):
             key, value = (torch.cat(pair, dim=2) for pair in zip(state, (key, value), strict=True))
         if self.is_fused:
             share = self.dropout.p if self.training else 0.0
-            seen = x.new_ones(sequence, key.shape[2], dtype=torch.bool).tril(start) if state else None
+            mask = x.new_ones(sequence, key.shape[2], dtype=torch.bool).tril(start) if state else None
             attend = partial(nn.functional.scaled_dot_product_attention, dropout_p=share, is_causal=not state)
-            return attend(query, key, value, seen).transpose(1, 2).reshape(size, sequence, width), (key, value)
+            return attend(query, key, value, mask).transpose(1, 2).reshape(size, sequence, width), (key, value)
         scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)
         if self.hidden is not None:
             scores = scores.masked_fill(self.hidden[start : start + sequence, : start + sequence], -math.inf)

@@ -47,7 +47,7 @@ _FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", 
 RAISED = BaseException
 
 
-class CodeEnded(Exception):
+class CodeExit(Exception):
     """The user's code called `sys.exit`; the text is the whole message."""
 
 
@@ -76,7 +76,7 @@ def running(place: str, called: Callable[..., object] | None = None, hint: str =
     try:
         yield
     except SystemExit as end:
-        error = CodeEnded(f"SystemExit: {end}").with_traceback(end.__traceback__)
+        error = CodeExit(f"SystemExit: {end}").with_traceback(end.__traceback__)
         blame(error, place, called)
         raise error from None
     except RAISED as error:
@@ -141,7 +141,7 @@ def _marks(error: BaseException) -> dict[str, Any]:
 
 
 def _text(error: BaseException, words: object) -> str:
-    if isinstance(error, CodeEnded):
+    if isinstance(error, CodeExit):
         return str(error)
     problems: list[str] = []
     text = _patiently(lambda: f"{type(error).__name__}: {words}".removesuffix(": "), problems)
@@ -163,24 +163,24 @@ def _whole(error: BaseException, text: str) -> str:
 
 def _num_linked(error: BaseException) -> int:
     """Returns the number of causes, contexts and members of an exception; stops to count above `_MOST_LINKED`."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     left = [error]
-    while left and len(seen) <= _MOST_LINKED + 1:
+    while left and len(ids) <= _MOST_LINKED + 1:
         linked = left.pop()
-        if id(linked) not in seen:
-            seen.add(id(linked))
+        if id(linked) not in ids:
+            ids.add(id(linked))
             left += [other for other in (linked.__cause__, linked.__context__) if other is not None]
             left += BaseExceptionGroup.exceptions.__get__(linked) if isinstance(linked, BaseExceptionGroup) else ()
-    return len(seen) - 1
+    return len(ids) - 1
 
 
 def _patiently(make: Callable[[], str], problems: list[str]) -> str | None:
     """Returns a text that code of the user's makes; None, with the problem, if it raises or takes long."""
-    made: list[str] = []
+    results: list[str] = []
 
     def run() -> None:
         try:
-            made.append(make())
+            results.append(make())
         except RAISED as other:
             problems.append(type(other).__name__)
 
@@ -191,7 +191,7 @@ def _patiently(make: Callable[[], str], problems: list[str]) -> str | None:
     except (RuntimeError, MemoryError):  # there is no memory for a thread
         run()
     problems.append(f"it takes longer than {_PATIENCE_S:g} s")
-    return made[0] if made else None
+    return results[0] if results else None
 
 
 def _beginning(text: str, most: int) -> str:

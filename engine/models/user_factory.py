@@ -39,45 +39,45 @@ def user_model(job: Job, ordinary: Callable[[nn.Module, object], Model] | None =
     a tie.
     """
     with torch.random.fork_rng(devices=[]):
-        made = made_by("model", job.model, job.model_args, random_key(job.seed, "model"))
-    made, given = _parted(made)
-    if ordinary and isinstance(made, nn.Module) and not isinstance(made, (nn.Sequential, nn.ModuleList)):
-        return _completed(ordinary(made, given))
-    if given is not None:
+        returned = made_by("model", job.model, job.model_args, random_key(job.seed, "model"))
+    returned, inputs = _parted(returned)
+    if ordinary and isinstance(returned, nn.Module) and not isinstance(returned, (nn.Sequential, nn.ModuleList)):
+        return _completed(ordinary(returned, inputs))
+    if inputs is not None:
         expected = "a module whose forward is recorded, beside example inputs"
         hint = "its layers are known: return it alone"
-        raise wrong_factory("model", job.model, expected, f"it returned {type(made).__name__} with inputs; {hint}")
+        raise wrong_factory("model", job.model, expected, f"it returned {type(returned).__name__} with inputs; {hint}")
     if job.split:
         split = f"{job.split!r} for {job.model}, which is a list of layers already"
         raise UserError([Problem("split", "no value", split, "each layer of a list stays whole")])
-    model = made if isinstance(made, Model) else _model_of(job.model, made)
+    model = returned if isinstance(returned, Model) else _model_of(job.model, returned)
     if not model.layers:
         raise wrong_factory("model", job.model, "a factory that returns at least one layer")
     return _completed(model)
 
 
-def _parted(made: object) -> tuple[object, object]:
+def _parted(returned: object) -> tuple[object, object]:
     """Returns what a factory made, and the example inputs beside it or None: a tensor, a tuple or a mapping."""
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (nn.Module, Model)):
-        module, given = made
-        if isinstance(given, (Tensor, tuple, list, Mapping)) and not callable(given):
-            return _uncompiled(module), given
-    return _uncompiled(made), None
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], (nn.Module, Model)):
+        module, inputs = returned
+        if isinstance(inputs, (Tensor, tuple, list, Mapping)) and not callable(inputs):
+            return _uncompiled(module), inputs
+    return _uncompiled(returned), None
 
 
-def _uncompiled(made: object) -> object:
+def _uncompiled(module: object) -> object:
     """Returns the module that ``torch.compile(module)`` wraps: its calls would hide every operation."""
-    while isinstance(made, nn.Module) and isinstance(inner := made._modules.get("_orig_mod"), nn.Module):
-        made = inner
-    return made
+    while isinstance(module, nn.Module) and isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        module = inner
+    return module
 
 
-def _model_of(factory_name: str, made: object) -> Model:
+def _model_of(factory_name: str, returned: object) -> Model:
     try:
-        named = named_layers(made)
+        named = named_layers(returned)
     except TypeError:
         expected = "a factory that returns a module, a list of layers or a Model"
-        raise wrong_factory("model", factory_name, expected, f"it returned {type(made).__name__}") from None
+        raise wrong_factory("model", factory_name, expected, f"it returned {type(returned).__name__}") from None
     try:
         specs = tuple(layer_spec(name, layer) for name, layer in named)
     except TypeError as error:
@@ -104,9 +104,9 @@ def made_by(field: str, name: str, args: Args, key: int) -> Any:
     """Returns the result of the factory, or object, `name`, drawn from the key; raises UserError for bad arguments."""
     target = _import(field, name)
     if isinstance(target, (nn.Module, Model)) or not callable(target):
-        if given := args.keys() - {"seed"}:
+        if names := args.keys() - {"seed"}:
             hint = f"{name} is a {type(target).__name__}, no factory"
-            raise UserError([Problem(f"{field}_args", "no arguments", ", ".join(sorted(given)), hint)])
+            raise UserError([Problem(f"{field}_args", "no arguments", ", ".join(sorted(names)), hint)])
         return target
     if field == "data" and not takes(target, "seed"):
         args = {name: value for name, value in args.items() if name != "seed"}

@@ -180,8 +180,8 @@ def _uncovered(epoch: EpochRecord, job: Job) -> tuple[Slot, ...]:
     holders: dict[Slot, set[int]] = {}
     for place, owner in enumerate(epoch.owners):
         pipeline, slot = divmod(place, job.slots)
-        held = holders.setdefault((pipeline * job.fsdp, slot), set())
-        held |= {owner, *shadows.get(place, ())} & {*epoch.members}
+        workers = holders.setdefault((pipeline * job.fsdp, slot), set())
+        workers |= {owner, *shadows.get(place, ())} & {*epoch.members}
     slots = (divmod(place, job.slots) for place in range(len(epoch.owners)))
     return tuple(slot for slot in slots if len(holders[slot[0] * job.fsdp, slot[1]]) < 2)
 

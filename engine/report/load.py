@@ -261,16 +261,16 @@ def load(
 
 
 def _missing(history: RunHistory, unread: int) -> list[str]:
-    told = [f"{counted(unread, 'action')} could not be read"] if unread else []
+    gaps = [f"{counted(unread, 'action')} could not be read"] if unread else []
     span, there = span_of(history.job), history.files.ranges().keys()
     out = left_out_steps(history)
     begun = history.commits.steps[0] if history.commits else 0
     firsts = (first for first in range(begun - begun % span, history.committed + 1, span) if first not in there)
     gone = [first for first in firsts if not any(begin <= first <= end for begin, end in out)]
     if not gone:
-        return told
+        return gaps
     steps = sum(min(span, history.committed + 1 - first) for first in gone)
-    return [*told, f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time includes them"]
+    return [*gaps, f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time includes them"]
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

@@ -281,7 +281,7 @@ def stalls_of(table: pd.DataFrame) -> list[Stall]:
 def _row(
     recovery: Recovery, job: Job, actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int, until_ns: int | None
 ) -> dict[str, Any]:
-    times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.reported_ns.items()}
+    times: dict[str, float | None] = {f"{phase}_ms": phase_ns / 1e6 for phase, phase_ns in recovery.reported_ns.items()}
     catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None
     healed_ns = _healed_ns(recovery, actions, steps, origin_ns, until_ns)
     times |= {
@@ -479,19 +479,19 @@ def tensors_table(history: RunHistory) -> pd.DataFrame:
 
 
 def _rows(history: RunHistory) -> Iterator[list[Any]]:
-    told = list(history.in_epochs(TensorsRecord))
-    last = {(epoch, record.worker): record.step for epoch, record in told}
-    facts, job, known = stage_bytes_of(history), history.job, dict[tuple[int, int], tuple[BySlot, BySlot]]()
+    records = list(history.in_epochs(TensorsRecord))
+    last = {(epoch, record.worker): record.step for epoch, record in records}
+    facts, job, predictions = stage_bytes_of(history), history.job, dict[tuple[int, int], tuple[BySlot, BySlot]]()
     epochs = {each.epoch: each for each in history.epochs}
-    for epoch, record in told:
+    for epoch, record in records:
         ownership = _ownership(job, epochs.get(epoch))
         if ownership is None:
             continue
         key = epoch, record.worker
-        if key not in known:
+        if key not in predictions:
             of_epoch = replace(job, schedule=epochs[epoch].schedule or job.schedule)
-            known[key] = _predicted_tensors(of_epoch, ownership, record.worker, facts)
-        of_step = known[key] if record.step == last[key] else ({}, {})
+            predictions[key] = _predicted_tensors(of_epoch, ownership, record.worker, facts)
+        of_step = predictions[key] if record.step == last[key] else ({}, {})
         for at, rows, predicted in zip(("boundary", "peak"), (record.boundary, record.peak), of_step, strict=True):
             for pipeline, stage, *sizes in rows:
                 slot, mib = (pipeline, stage), [size / _MIB for size in sizes]

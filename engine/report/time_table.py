@@ -134,9 +134,9 @@ def stage_facts(history: RunHistory) -> StageFacts:
     by_layer = {layer: (forward, backward) for each in checked for layer, forward, backward in each.flops}
     flops = {}
     for stage, (first, end) in enumerate(pairwise((*cuts[-1].starts, len(cuts[-1].layers))) if cuts else ()):
-        known = [by_layer[layer] for layer in range(first, end) if layer in by_layer]
-        if len(known) == end - first:
-            flops[stage] = sum(forward for forward, _ in known), sum(backward for _, backward in known)
+        layers = [by_layer[layer] for layer in range(first, end) if layer in by_layer]
+        if len(layers) == end - first:
+            flops[stage] = sum(forward for forward, _ in layers), sum(backward for _, backward in layers)
     outputs = {stage: output for done in history.of(FinishedRecord) for stage, *_, output in done.sizes}
     copy_time = max((each.copy_time for each in history.of(HostLinkRecord)), default=None)
     return StageFacts(outputs, flops, {each.worker: each.gpu for each in checked}, copy_time)
@@ -181,12 +181,12 @@ class TimeTables:
         """Returns the FLOPs of each forward and backward that counts for the model, missing if not known."""
         shares = {"forward": (1.0, 0.0), "backward": (0.0, 1.0)} | dict.fromkeys(_PARTS, (0.0, 0.5))
         places = zip(self._line["stage"], self._line["kind_of_time"], strict=True)
-        known = {
+        flops = {
             (stage, kind): forward * shares[kind][0] + backward * shares[kind][1]
             for stage, (forward, backward) in self._facts.flops.items()
             for kind in shares
         }
-        return pd.Series([known.get(place, math.nan) for place in places], index=self._line.index)
+        return pd.Series([flops.get(place, math.nan) for place in places], index=self._line.index)
 
     def stages(self) -> pd.DataFrame:
         """Returns one row per slot: the time of all workers for it in ms, without control and waits for votes."""
@@ -344,8 +344,8 @@ def _with_bubbles(
     costs = cost_ns.groupby([line["pipeline"], line["stage"], line["op"]]).median()
     there = set(line["epoch"])
     whole = job.pipelines * job.slots
-    known = [record for record in epochs if record.epoch in there and len(record.owners) == whole]
-    dry_ns = dry_waits(job, known, dict(costs), copy_time)
+    usable = [record for record in epochs if record.epoch in there and len(record.owners) == whole]
+    dry_ns = dry_waits(job, usable, dict(costs), copy_time)
     of_epoch = zip(waits["epoch"], waits["worker"], waits["cause"], strict=True)
     expected_ns = np.array([dry_ns.get(at, 0.0) for at in of_epoch])
     of_step = [waits["worker"], waits["step"], waits["cause"]]
@@ -364,18 +364,18 @@ def dry_waits(
         return costs.get((action.pipeline, action.stage, action.op), 0.0)
 
     waits: dict[tuple[int, int, str], float] = {}
-    known: dict[tuple[Ownership, str], defaultdict[tuple[int, str], float]] = {}
+    by_ownership: dict[tuple[Ownership, str], defaultdict[tuple[int, str], float]] = {}
     for epoch in epochs:
         ownership = Ownership(job.grid, epoch.owners, epoch.shadows)
         of = ownership, epoch.schedule or job.schedule
-        if of not in known:
+        if of not in by_ownership:
             program = build_program(of[1], ownership, job.redundancy, log_every=job.log_every, copy_time=job.copy_time)
-            idle = known[of] = defaultdict(float)
+            idle = by_ownership[of] = defaultdict(float)
             free = dict.fromkeys(program, 0.0)
             priced = with_copy_times(copy_time or 0.0, cost)
             for start, end, worker, action in dry_run(program, ownership, priced).spans:  # of a worker in its order
                 if action.op not in STASH_OPS:  # the worker goes on meanwhile
                     idle[worker, _CAUSE.get(action.op, _PEERS)] += start - free[worker]
                     free[worker] = end
-        waits |= {(epoch.epoch, *each): idle for each, idle in known[of].items()}
+        waits |= {(epoch.epoch, *each): idle for each, idle in by_ownership[of].items()}
     return waits

@@ -137,7 +137,7 @@ def test_two_other_hosts_share_a_run_where_the_neighbours_are_on_others(per_host
 
 
 def test_a_slot_whose_replicas_are_all_on_one_host_gets_one_elsewhere_before_one_is_dropped() -> None:
-    step = partial(healed, redundancy="lazy", level=1, members=(0, 1, 2), leaving=(), wanted=(), hosts=(0, 0, 1))
+    step = partial(healed, redundancy="lazy", level=1, members=(0, 1, 2), leaving=(), next_owners=(), hosts=(0, 0, 1))
     once = step(Ownership(Grid(1, 1), (0,), ((1,),)))
     assert once.shadows == ((1, 2),)
     assert step(once).shadows == ((2,),)

@@ -166,15 +166,15 @@ def test_of_several_hosts_the_next_one_goes_on_as_soon_as_the_lease_of_the_first
     """A thread keeps the lease: role, members and heartbeats hang on it, and the state outlives it."""
     client, other = backend.client(), backend.client()
     kept = client.grant(60)
-    node = Node(client, first_state(3), 0, kept=kept)
+    node = Node(client, first_state(3), 0, lease=kept)
     node.enrol(0, 1000, ((0, 0),))
     tell(node, (WorkerWord(S, worker, ReadyMessage(), "host") for worker in range(3)))
     assert {each.lease_id for each in other.read_prefix("").items if each.lease_id} == {kept.lease_id}
     with pytest.raises(CoordinatorUnavailableError, match="another coordinator holds this run"):
-        Node(other, first_state(3), 0, kept=other.grant(60))
+        Node(other, first_state(3), 0, lease=other.grant(60))
     node.leave()  # another host may have to finish the run
     other.revoke(kept)
-    after = Node(other, first_state(3), 0, kept=other.grant(60))
+    after = Node(other, first_state(3), 0, lease=other.grant(60))
     assert after.state.epoch == node.state.epoch == 1
     assert members_of(other) == {}
     with pytest.raises(CoordinatorUnavailableError, match="this coordinator was replaced"):

@@ -72,9 +72,9 @@ class RowsEquality(NamedTuple):
 
 def step_hash(rows: Iterable[TrajectoryRow]) -> str:
     """Returns the hash of the state after the last step in the rows; empty without rows. A resumed run has the same."""
-    kept = [*rows]
-    last = max((row.step for row in kept), default=-1)
-    return trajectory_hash(row for row in kept if row.step == last) if kept else ""
+    last_rows = [*rows]
+    last = max((row.step for row in last_rows), default=-1)
+    return trajectory_hash(row for row in last_rows if row.step == last) if last_rows else ""
 
 
 def equal_rows(a: Iterable[TrajectoryRow], b: Iterable[TrajectoryRow]) -> RowsEquality:

@@ -199,8 +199,8 @@ def check(
         checks += limit_checks(expect.recovery, run.recoveries)
     if faults and verdict(checks) == "passed":
         is_unmoved = not run.exit_code and not run.host_strikes and all(each.epoch == 1 for each in run.of(EpochRecord))
-        said = holds_anyway(expect, job, {fault.do for fault in faults}, kinds, is_unmoved=is_unmoved)
-        checks[0] = replace(checks[0], text="; ".join([checks[0].text, *said]))
+        notes = holds_anyway(expect, job, {fault.do for fault in faults}, kinds, is_unmoved=is_unmoved)
+        checks[0] = replace(checks[0], text="; ".join([checks[0].text, *notes]))
     return tuple(checks)
 
 

@@ -140,11 +140,11 @@ class ExternalRecovery:
     @property
     def phases_ns(self) -> dict[str, int]:
         """The time that each phase took."""
-        taken, reached_ns = {}, self.begin_ns
+        phases, reached_ns = {}, self.begin_ns
         for phase, at_ns in sorted(self.points_ns.items(), key=lambda point: point[1]):
-            taken[phase] = max(0, at_ns - reached_ns)
+            phases[phase] = max(0, at_ns - reached_ns)
             reached_ns = max(reached_ns, at_ns)
-        return taken
+        return phases
 
     def __str__(self) -> str:
         phases = ", ".join(f"{_PHASE_WORDS[name]} {time_ns / 1e6:.0f} ms" for name, time_ns in self.phases_ns.items())
@@ -389,8 +389,10 @@ def _all_struck(faults: Sequence[ExternalFault], run: ExternalRun) -> Check:
     ]
     if wrong and not run.of(StepReport):
         wrong[0] += "; no rank has reported a step: call bamboo.progress(step) in it, or give `progress:` a pattern"
-    seen = "; ".join(f"{fault.id}: {_after_moment(fault, run)}{effects[fault.id].how}" for fault in faults if not wrong)
-    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or seen)
+    effects_text = "; ".join(
+        f"{fault.id}: {_after_moment(fault, run)}{effects[fault.id].how}" for fault in faults if not wrong
+    )
+    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or effects_text)
 
 
 def _after_moment(fault: ExternalFault, run: ExternalRun) -> str:

@@ -122,13 +122,13 @@ def _counted(reports: Iterable[StepReport]) -> dict[_Key, StepReport]:
     last_ns = {report.process: report.at_ns for report in ordered}
     goal = max((report.step for report in ordered), default=0)
     done = {report.process for report in ordered if report.step == goal}
-    kept: dict[int | None, dict[int, StepReport]] = {}  # by rank; the steps of each ascend
-    known = set[tuple[str, int | None]]()  # processes with their ranks
+    by_rank: dict[int | None, dict[int, StepReport]] = {}  # by rank; the steps of each ascend
+    processes = set[tuple[str, int | None]]()  # processes with their ranks
     for report in ordered:
-        own = kept.setdefault(report.rank, {})
-        if (report.process, report.rank) not in known:
-            known.add((report.process, report.rank))
-            for executed in kept.values():
+        own = by_rank.setdefault(report.rank, {})
+        if (report.process, report.rank) not in processes:
+            processes.add((report.process, report.rank))
+            for executed in by_rank.values():
                 for step, older in [*executed.items()]:
                     has_ended = last_ns[older.process] < report.at_ns and older.process not in done
                     if step >= report.step and (executed is own or has_ended):
@@ -136,7 +136,7 @@ def _counted(reports: Iterable[StepReport]) -> dict[_Key, StepReport]:
         while own and next(reversed(own)) > report.step:
             own.popitem()
         own[report.step] = report
-    return {(rank, step): report for rank, executed in kept.items() for step, report in executed.items()}
+    return {(rank, step): report for rank, executed in by_rank.items() for step, report in executed.items()}
 
 
 def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> dict[int, int]:
@@ -151,7 +151,7 @@ def _repeated(reports: Iterable[StepReport], of_twin: Iterable[StepReport]) -> d
 def _survival(
     run: JobReports, twin: JobReports | None, ours: Mapping[_Key, StepReport], theirs: Mapping[_Key, StepReport]
 ) -> PartVerdict:
-    last, goal = (max((step for _, step in kept), default=None) for kept in (ours, theirs))
+    last, goal = (max((step for _, step in reports), default=None) for reports in (ours, theirs))
     ended = "" if run.exit_code is None else f"exit code {run.exit_code}, "
     reached = "no step was reported" if last is None else f"reached step {last}"
     if twin is not None and twin.exit_code:
@@ -198,10 +198,10 @@ def _steps_text(steps: Collection[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(spans(steps))}"
 
 
-def _even(kept: Mapping[_Key, StepReport]) -> Iterator[_Key]:
+def _even(reports: Mapping[_Key, StepReport]) -> Iterator[_Key]:
     """Yields the steps that a rank would report at its usual distance, between its first and last one."""
-    for rank in {rank for rank, _ in kept}:
-        steps = sorted(step for of, step in kept if of == rank)
+    for rank in {rank for rank, _ in reports}:
+        steps = sorted(step for of, step in reports if of == rank)
         distances = Counter(after - before for before, after in pairwise(steps))
         distance = distances.most_common(1)[0][0] if distances else 1
         yield from ((rank, step) for step in range(steps[0], steps[-1] + 1, distance))
@@ -213,30 +213,30 @@ def _samples(
     """Returns the lost and the doubled samples, and the verdict on samples."""
     last = max((step for _, step in ours), default=-1)
     ours, theirs = _naming(ours), {key: report for key, report in _naming(theirs).items() if key[1] <= last}
-    for who, kept in (("the job", ours), ("the twin", theirs)):
-        silent = sorted({step for (_, step), report in kept.items() if report.samples is None})
-        if not kept or silent:
-            why = f"{who} names no samples" if has_twin or kept else "there is no twin"
+    for who, reports in (("the job", ours), ("the twin", theirs)):
+        silent = sorted({step for (_, step), report in reports.items() if report.samples is None})
+        if not reports or silent:
+            why = f"{who} names no samples" if has_twin or reports else "there is no twin"
             where = f" in {_steps_text(silent)}" if silent else ""
             return (), (), PartVerdict("samples", "not compared", why + where)
-    counts, wanted = _sample_steps(ours), _sample_steps(theirs)
-    lost = tuple(each for each, steps in wanted.items() if len(counts.get(each, ())) < len(steps))
-    doubled = tuple(each for each, steps in counts.items() if len(steps) > len(wanted.get(each, ())))
-    words = [f"{_named('sample', lost, wanted)} lost"] if lost else []
+    counts, goal = _sample_steps(ours), _sample_steps(theirs)
+    lost = tuple(each for each, steps in goal.items() if len(counts.get(each, ())) < len(steps))
+    doubled = tuple(each for each, steps in counts.items() if len(steps) > len(goal.get(each, ())))
+    words = [f"{_named('sample', lost, goal)} lost"] if lost else []
     words += [f"{_named('sample', doubled, counts)} counted too often"] if doubled else []
     text = "; ".join(words) or f"the same {counted(len(counts), 'sample')} as the twin's, equally often"
     return lost, doubled, PartVerdict("samples", "different" if words else "same", text)
 
 
-def _naming(kept: Mapping[_Key, StepReport]) -> dict[_Key, StepReport]:
+def _naming(reports: Mapping[_Key, StepReport]) -> dict[_Key, StepReport]:
     """Returns the reports of the ranks that name samples; in a pipeline it is one of them."""
-    ranks = {rank for (rank, _), report in kept.items() if report.samples is not None}
-    return {key: report for key, report in kept.items() if key[0] in ranks}
+    ranks = {rank for (rank, _), report in reports.items() if report.samples is not None}
+    return {key: report for key, report in reports.items() if key[0] in ranks}
 
 
-def _sample_steps(kept: Mapping[_Key, StepReport]) -> dict[SampleId, list[int]]:
+def _sample_steps(reports: Mapping[_Key, StepReport]) -> dict[SampleId, list[int]]:
     steps: dict[SampleId, list[int]] = {}
-    for (_, step), report in sorted(kept.items(), key=lambda item: item[0][1]):
+    for (_, step), report in sorted(reports.items(), key=lambda item: item[0][1]):
         for sample in report.samples or ():
             steps.setdefault(sample, []).append(step)
     return steps
@@ -299,13 +299,13 @@ def _within(
 ) -> PartVerdict:
     ours, theirs = states
     places = {(key[1], name) for key in differing for name in _other_names(ours[key].tensors, theirs[key].tensors)}
-    known = {place: distances[place] for place in places if place in distances}
-    (step, name), largest = max(known.items(), key=lambda item: item[1], default=((0, ""), 0.0))
+    measured = {place: distances[place] for place in places if place in distances}
+    (step, name), largest = max(measured.items(), key=lambda item: item[1], default=((0, ""), 0.0))
     if not largest <= tolerance:
         note = f"; the largest relative difference is {largest:.3g}, of {name!r} in step {step}, {tolerance:g} allowed"
         return PartVerdict("weights", "different", text + note)
-    if len(known) < len(places):
-        note = f"; {counted(len(places) - len(known), 'tensor')} only as hashes, which do not show how large it is"
+    if len(measured) < len(places):
+        note = f"; {counted(len(places) - len(measured), 'tensor')} only as hashes, which do not show how large it is"
         return PartVerdict("weights", "different", text + note)
     allowed = f"the largest relative difference is {largest:.3g}, {tolerance:g} allowed"
     return PartVerdict("weights", "within tolerance", f"{compared} {allowed}; other bits {text}")

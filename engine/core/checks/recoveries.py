@@ -180,17 +180,17 @@ class Recovery:
     @property
     def phases_ns(self) -> dict[str, int]:
         """The time that each phase took; a phase that did not happen is left out."""
-        taken, reached_ns = {}, self.begin_ns
+        phases, reached_ns = {}, self.begin_ns
         for phase in sorted(self.points_ns, key=lambda phase: (self.points_ns[phase], PHASES.index(phase))):
-            taken[phase] = max(0, self.points_ns[phase] - reached_ns)
+            phases[phase] = max(0, self.points_ns[phase] - reached_ns)
             reached_ns = max(reached_ns, self.points_ns[phase])
-        return {phase: taken[phase] for phase in PHASES if phase in taken}
+        return {phase: phases[phase] for phase in PHASES if phase in phases}
 
     @property
     def reported_ns(self) -> dict[str, int]:
         """The reported phases: those, and *merged*, that are not shorter than their uncertainty."""
-        taken = self.phases_ns | ({} if self.merged_ns is None else {"merged": self.merged_ns})
-        return {phase: time_ns for phase, time_ns in taken.items() if time_ns >= self.uncertain_ns.get(phase, 0)}
+        phases = self.phases_ns | ({} if self.merged_ns is None else {"merged": self.merged_ns})
+        return {phase: time_ns for phase, time_ns in phases.items() if time_ns >= self.uncertain_ns.get(phase, 0)}
 
     @property
     def noticed_ns(self) -> int:

@@ -82,7 +82,7 @@ class RunLives(NamedTuple):
         """Returns whether an action counts: its step was not lost later, and its worker had not been evicted."""
         end_ns = done.end_ns
         begun_ns = max((at_ns for at_ns, _ in self.resumed if at_ns < end_ns), default=0)
-        is_lost = any(kept < done.step and end_ns <= at_ns for at_ns, kept in self.resumed)
+        is_lost = any(step < done.step and end_ns <= at_ns for at_ns, step in self.resumed)
         return not is_lost and not any(each == done.worker and begun_ns < at_ns < end_ns for at_ns, each in self.out)
 
 

@@ -157,18 +157,18 @@ class LoadedBook:
     def add(self, step: int, worker: int, pipeline: int, marks: LoadedMarks) -> None:
         """Adds marks of a worker; raises UserError if another worker sent a different mark of a microbatch."""
         for microbatch, mark in marks.items():
-            known, first = self._known.setdefault((pipeline, microbatch), (mark, worker))
-            if known != mark and self.refuses:
+            other, first = self._known.setdefault((pipeline, microbatch), (mark, worker))
+            if other != mark and self.refuses:
                 name, how = named(microbatch, pipeline, step), f"between worker {first} and worker {worker}"
-                raise UserError([another(self.source, name, (known, mark), how)])
+                raise UserError([another(self.source, name, (other, mark), how)])
 
     def close(self) -> list[tuple[str, str]]:
         """Returns for each microbatch its name and a mark of it in `MARK_DIGITS`; begins the next step."""
-        known, self._known = self._known, {}
+        marks, self._known = self._known, {}
         half = MARK_DIGITS // 2
         return [
             (f"microbatch {microbatch} of pipeline {pipeline}", mark[:half] + mark[MARK_DIGITS:][:half])
-            for (pipeline, microbatch), (mark, _) in sorted(known.items())
+            for (pipeline, microbatch), (mark, _) in sorted(marks.items())
         ]
 
 
@@ -225,8 +225,8 @@ class PurityBook:
         """Adds a worker's marks of some layers; raises UserError if another worker has other marks for a layer."""
         problems = []
         for name, marks in rows:
-            known = self._first.setdefault(name, {})
-            first = {value: known.setdefault(value, (worker, mark)) for value, mark in marks.items()}
+            makers = self._first.setdefault(name, {})
+            first = {value: makers.setdefault(value, (worker, mark)) for value, mark in marks.items()}
             differing = (value for value, mark in marks.items() if first[value][1] != mark)
             if (value := next(differing, INPUT)) != INPUT:
                 teller, mark = first[value]
@@ -278,8 +278,8 @@ class AuditBook:
                 report: _Report = (state, reporter, of_state)
                 _compare(step, f"layer {layer}", self._states.setdefault(layer, report), report)
                 report = (buffers, reporter, of_buffers)
-                known = self._buffers.setdefault((layer, pipeline), report)
-                _compare(step, f"a buffer of layer {layer}", known, report)
+                earlier = self._buffers.setdefault((layer, pipeline), report)
+                _compare(step, f"a buffer of layer {layer}", earlier, report)
         except ReplicasDifferError:
             self._is_disputed = True
             raise

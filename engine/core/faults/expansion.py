@@ -36,13 +36,13 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     """
     faults: list[Fault] = []
     problems: list[Problem] = []
-    taken = {each.trigger for each in scenario.faults if isinstance(each.trigger, At)}
-    for number, wanted in enumerate(scenario.faults):
-        dice = _Dice(seed, wanted.id)
-        if isinstance(wanted.trigger, Every) and not (scenario.job.has_program and scenario.job.has_steps):
+    moments = {each.trigger for each in scenario.faults if isinstance(each.trigger, At)}
+    for number, spec in enumerate(scenario.faults):
+        dice = _Dice(seed, spec.id)
+        if isinstance(spec.trigger, Every) and not (scenario.job.has_program and scenario.job.has_steps):
             continue
         try:
-            faults += _expanded(wanted, scenario.job, dice, taken, f"faults.{number}")
+            faults += _expanded(spec, scenario.job, dice, moments, f"faults.{number}")
         except UserError as error:
             problems += error.problems
     if problems:
@@ -50,33 +50,33 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def _expanded(wanted: FaultSpec, job: Job, dice: _Dice, taken: set[At], place: str) -> list[Fault]:
-    trigger, target = wanted.trigger, wanted.target
+def _expanded(spec: FaultSpec, job: Job, dice: _Dice, occupied: set[At], place: str) -> list[Fault]:
+    trigger, target = spec.trigger, spec.target
     if isinstance(trigger, Every):
-        moments = list(_arrivals(trigger, target, job, dice, taken))
+        moments = list(_arrivals(trigger, target, job, dice, occupied))
         if not moments:
             hint = "a smaller mtbf, more steps, or another --seed"
             raise UserError([Problem(f"{place}.every", f"a fault in the {job.steps} steps of the job", "none", hint)])
         return [
             Fault(
-                f"{wanted.id}-{number}",
+                f"{spec.id}-{number}",
                 at,
                 _from_slot((at.action.pipeline, at.action.stage), target, job, dice, place),
-                wanted.do,
-                wanted.parameters,
+                spec.do,
+                spec.parameters,
             )
             for number, at in enumerate(moments, start=1)
         ]
     if isinstance(trigger, InStep) and target.worker is None:
-        usual = HOST_KINDS[wanted.do].target
+        usual = HOST_KINDS[spec.do].target
         victims: tuple[Victim, ...] = (Host(target.host or (OTHER if usual == "host" else usual)),)
     else:
         victims = _victims(trigger, target, job, dice, place)
-    return [Fault(wanted.id, trigger, victims, wanted.do, wanted.parameters)]
+    return [Fault(spec.id, trigger, victims, spec.do, spec.parameters)]
 
 
-def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At]) -> Iterator[At]:
-    """Yields moments at exponential gaps, each at an action of the slot, or at its next one that is not `taken`."""
+def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, occupied: set[At]) -> Iterator[At]:
+    """Yields moments at exponential gaps, each at an action of the slot, or at its next one that is not `occupied`."""
     program, ownership = initial_program(job)
     at_steps = 0.0
     for _ in range(every.count):
@@ -91,9 +91,9 @@ def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At
         ]
         first = int(at_steps % 1.0 * len(actions))
         moments = [At(int(at_steps), action) for action in (*actions[first:], *actions[:first])]
-        moment = next((each for each in moments if each not in taken), None)
+        moment = next((each for each in moments if each not in occupied), None)
         if moment is not None:
-            taken.add(moment)
+            occupied.add(moment)
             yield moment
 
 

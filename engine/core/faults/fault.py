@@ -128,10 +128,10 @@ class FaultKind:
     target: str = "worker"
     acts_on: ActsOn = "process"
 
-    def with_defaults(self, given: Parameters) -> dict[str, Scalar]:
-        """Returns the `given` parameters, by key, and the defaults of the others."""
+    def with_defaults(self, parameters: Parameters) -> dict[str, Scalar]:
+        """Returns `parameters`, by key, and the defaults of the others."""
         defaults = {each.key: each.default for each in self.parameters if each.default is not None}
-        return {**defaults, **given}
+        return {**defaults, **parameters}
 
 
 Kinds = Mapping[str, FaultKind]  # by name
@@ -373,5 +373,5 @@ def number_of(host: str) -> int | None:
 def chosen_host(host: str, hosts: Sequence[str], coordinates: str, leads: str) -> str | None:
     """Returns the host to strike, of the `hosts` that are left; None if the one that is meant is not left."""
     other = next((each for each in hosts if each != coordinates), "")
-    wanted = {COORDINATOR: coordinates, LEADER: leads, OTHER: other}.get(host, host)
-    return wanted if wanted in hosts else None
+    name = {COORDINATOR: coordinates, LEADER: leads, OTHER: other}.get(host, host)
+    return name if name in hosts else None

@@ -196,7 +196,7 @@ class Injection(NamedTuple):
 
 
 def find_victims(
-    wanted: Iterable[Victim], grid: Grid, state: State, slot: Slot | None, struck: Collection[int]
+    targets: Iterable[Victim], grid: Grid, state: State, slot: Slot | None, struck: Collection[int]
 ) -> Victims:
     """Returns the victims, each worker once.
 
@@ -204,7 +204,7 @@ def find_victims(
         slot: the slot for which a role is meant, if there is one.
         struck: the workers that the cause of the fault has struck, which may be dead without a verdict.
     """
-    victims = (_resolved(victim, grid, state, slot, struck) for victim in wanted)
+    victims = (_resolved(victim, grid, state, slot, struck) for victim in targets)
     return tuple(dict(victim for victim in victims if victim is not None).items())
 
 

@@ -157,11 +157,11 @@ def _wrong_labels(case: MatrixCase, axes: Mapping[str, Axis], names: Mapping[str
         if name not in names:
             yield Problem(place, "an axis that the case uses", repr(name), nearest(name, names))
             continue
-        known = axes[name].values
-        expected = f"one of {', '.join(known)}"
+        values = axes[name].values
+        expected = f"one of {', '.join(values)}"
         for label in labels:
-            if label not in known:
-                yield Problem(place, expected, repr(label), nearest(label, known))
+            if label not in values:
+                yield Problem(place, expected, repr(label), nearest(label, values))
 
 
 def _dotted(path: FieldPath) -> str:
@@ -260,8 +260,8 @@ def parse_part(text: str) -> CiShard:
 
 def estimated(names: Sequence[str], seconds: Mapping[str, float], usual_s: float = 1.0) -> dict[str, float]:
     """Returns the expected seconds of each cell: its last time, or else the median of the others."""
-    known = [seconds[name] for name in names if name in seconds]
-    usual_s = median(known) if known else usual_s
+    times = [seconds[name] for name in names if name in seconds]
+    usual_s = median(times) if times else usual_s
     return {name: seconds.get(name, usual_s) for name in names}
 
 
@@ -386,8 +386,8 @@ def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
             return stage
         return slots - 1 if stage == old - 1 else min(stage, max(0, slots - 2))
 
-    def moved(wanted: FaultSpec) -> FaultSpec:
-        trigger, target = wanted.trigger, wanted.target
+    def moved(spec: FaultSpec) -> FaultSpec:
+        trigger, target = spec.trigger, spec.target
         if isinstance(trigger, At):
             action = trigger.action._replace(
                 stage=stage_of(trigger.action.stage), pipeline=min(trigger.action.pipeline, pipelines - 1)
@@ -397,6 +397,6 @@ def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
             trigger = replace(trigger, action=action, step=trigger.step - smaller.get("earlier", 0))
         if target.stage is not None and target.pipeline is not None:
             target = replace(target, stage=stage_of(target.stage), pipeline=min(target.pipeline, pipelines - 1))
-        return replace(wanted, trigger=trigger, target=target)
+        return replace(spec, trigger=trigger, target=target)
 
     return replace(scenario, job=job, faults=tuple(moved(each) for each in scenario.faults))

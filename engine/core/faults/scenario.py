@@ -129,9 +129,9 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _fault(wanted: FaultSpec) -> dict[str, Any]:
-    plain: dict[str, Any] = {"id": wanted.id}
-    trigger = wanted.trigger
+def _fault(spec: FaultSpec) -> dict[str, Any]:
+    plain: dict[str, Any] = {"id": spec.id}
+    trigger = spec.trigger
     if isinstance(trigger, At):
         plain["at"] = {"step": trigger.step, "stage": trigger.action.stage, "action": trigger.action.op.value}
         if trigger.action.op not in STAGE_OPS:
@@ -144,10 +144,10 @@ def _fault(wanted: FaultSpec) -> dict[str, Any]:
         plain["after"] = ({} if trigger.phase else {"delay": duration_text(0)}) | _written(trigger)
     else:
         plain["at" if isinstance(trigger, InStep) else "every"] = _written(trigger)
-    if target := _written(wanted.target):
+    if target := _written(spec.target):
         plain["target"] = target
-    plain["do"] = wanted.do
-    for key, value in wanted.parameters.items():
+    plain["do"] = spec.do
+    for key, value in spec.parameters.items():
         is_time = key.endswith("_ns")
         plain[key.removesuffix("_ns")] = duration_text(int(value)) if is_time else value
     return plain

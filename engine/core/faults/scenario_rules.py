@@ -95,29 +95,29 @@ def impossible_expectations(
         yield Problem("expect.culprit", "exact beside a kill", "'nobody'", hint)
 
 
-def _is_harmless(wanted: FaultSpec) -> bool:
-    return wanted.do in HARMLESS
+def _is_harmless(spec: FaultSpec) -> bool:
+    return spec.do in HARMLESS
 
 
 def _why_lost(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     """Returns why the state of a stage is surely lost; empty if a run may keep it."""
-    for wanted in faults.values():
-        at = wanted.trigger
-        if not isinstance(at, At) or not ends(wanted.do, kinds) or wanted.do in WITH_NOTICE or _is_at_the_end(at, job):
+    for spec in faults.values():
+        at = spec.trigger
+        if not isinstance(at, At) or not ends(spec.do, kinds) or spec.do in WITH_NOTICE or _is_at_the_end(at, job):
             continue
         if all(len(each) == 1 for each in holders(job)):
             alone = len(fresh_ownership(job).workers()) == 1
-            held = "shards" if job.fsdp else f"{job.slot_noun}s"
-            why = f"with redundancy {job.redundancy} no other worker holds its {held}"
-            return f"{wanted.id} ends a worker, and {'the job has one worker' if alone else why}"
-        if not _comes_first(wanted, at, faults, kinds):
+            state = "shards" if job.fsdp else f"{job.slot_noun}s"
+            why = f"with redundancy {job.redundancy} no other worker holds its {state}"
+            return f"{spec.id} ends a worker, and {'the job has one worker' if alone else why}"
+        if not _comes_first(spec, at, faults, kinds):
             continue
-        victims = _victims(wanted, at, job)
+        victims = _victims(spec, at, job)
         for stage, workers in enumerate(holders(job)):
             if workers <= victims:
                 named = numbered("worker", sorted(workers), " and ")
                 what = f"{'a shard of ' if job.fsdp else ''}{job.slot_noun} {stage % job.slots}"
-                return f"{wanted.id} ends {named} at once, and no other worker holds {what}"
+                return f"{spec.id} ends {named} at once, and no other worker holds {what}"
     return ""
 
 
@@ -126,11 +126,11 @@ def _why_kept(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     if not all(ends(each.do, kinds) or _is_harmless(each) for each in faults.values()):
         return ""
     dead = sum(_most_victims(each) for each in faults.values() if not _is_harmless(each))
-    kept = min(len(each) for each in holders(job))
-    if dead >= kept:
+    copies = min(len(each) for each in holders(job))
+    if dead >= copies:
         return ""
     lost = "no worker is" if not dead else "one worker is" if dead == 1 else f"{dead} workers are"
-    return f"{lost} lost, and each {job.slot_noun} is held by {kept}"
+    return f"{lost} lost, and each {job.slot_noun} is held by {copies}"
 
 
 def _keeps_before_the_end(job: Job) -> bool:
@@ -155,27 +155,27 @@ def _why_restarts(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> st
     return f"{lost} workers are lost at most, and the run restarts by itself {job.restarts} times: set restarts: 0"
 
 
-def _most_victims(wanted: FaultSpec) -> int:
-    return wanted.target.count * (wanted.trigger.count if isinstance(wanted.trigger, Every) else 1)
+def _most_victims(spec: FaultSpec) -> int:
+    return spec.target.count * (spec.trigger.count if isinstance(spec.trigger, Every) else 1)
 
 
 def _is_at_the_end(at: At, job: Job) -> bool:
     return at.step == job.steps - 1 and at.action.op in STAGE_OPS
 
 
-def _comes_first(wanted: FaultSpec, at: At, faults: Mapping[int, FaultSpec], kinds: Kinds) -> bool:
+def _comes_first(spec: FaultSpec, at: At, faults: Mapping[int, FaultSpec], kinds: Kinds) -> bool:
     """Returns whether no other fault that ends a worker can strike before this one."""
-    others = [each.trigger for each in faults.values() if each is not wanted and not _is_harmless(each)]
+    others = [each.trigger for each in faults.values() if each is not spec and not _is_harmless(each)]
     return all(
         (isinstance(trigger, At) and trigger.step > at.step)
-        or (isinstance(trigger, After) and trigger.fault == wanted.id)
+        or (isinstance(trigger, After) and trigger.fault == spec.id)
         for trigger in others
     )
 
 
-def _victims(wanted: FaultSpec, at: At, job: Job) -> frozenset[int]:
+def _victims(spec: FaultSpec, at: At, job: Job) -> frozenset[int]:
     """Returns the workers that a fault strikes if it is the first; none if they are drawn or depend on the run."""
-    target, ownership = wanted.target, fresh_ownership(job)
+    target, ownership = spec.target, fresh_ownership(job)
     if target.worker is not None:
         return frozenset({target.worker})
     if target.role is not None:
@@ -229,34 +229,34 @@ def check_faults(planned: PlannedFaults, expect: Expect, kinds: Kinds, on: OnHos
     problems += _together(of_hosts, on)
     workers = {number: each for number, each in planned.faults.items() if number not in of_hosts}
     planned = replace(planned, faults=workers, whole=planned.whole and not of_hosts)
-    for number, wanted in planned.faults.items():
-        if isinstance(wanted.trigger, After):
-            problems += _after(f"faults.{number}.after", wanted, wanted.trigger, planned)
+    for number, spec in planned.faults.items():
+        if isinstance(spec.trigger, After):
+            problems += _after(f"faults.{number}.after", spec, spec.trigger, planned)
     if planned.job is None:
         return problems
-    for number, wanted in planned.faults.items():
-        impossible = never_striking(planned, planned.job, wanted, kinds)
+    for number, spec in planned.faults.items():
+        impossible = never_striking(planned, planned.job, spec, kinds)
         problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
     whole = planned.whole and planned.job.has_program and planned.job.has_steps and not problems
     problems += impossible_expectations(expect, planned.job, planned.faults if whole else None, kinds)
     return problems
 
 
-def never_striking(planned: PlannedFaults, job: Job, wanted: FaultSpec, kinds: Kinds) -> list[Problem]:
+def never_striking(planned: PlannedFaults, job: Job, spec: FaultSpec, kinds: Kinds) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    problems = [*_target("target", wanted, job)]
-    problems += kind_problems(kinds[wanted.do], wanted.parameters, job) if wanted.do in kinds else ()
-    peer = wanted.parameters.get("peer")
-    problems += _peer(peer, planned, job, wanted) if isinstance(peer, int) else ()
-    if not isinstance(wanted.trigger, At):
+    problems = [*_target("target", spec, job)]
+    problems += kind_problems(kinds[spec.do], spec.parameters, job) if spec.do in kinds else ()
+    peer = spec.parameters.get("peer")
+    problems += _peer(peer, planned, job, spec) if isinstance(peer, int) else ()
+    if not isinstance(spec.trigger, At):
         return problems
-    at = wanted.trigger
+    at = spec.trigger
     return (_limits("at", at, job) or _never_coming(at, planned, job, kinds)) + problems
 
 
-def _peer(peer: int, planned: PlannedFaults, job: Job, wanted: FaultSpec) -> Iterator[Problem]:
+def _peer(peer: int, planned: PlannedFaults, job: Job, spec: FaultSpec) -> Iterator[Problem]:
     """Yields the problem of the other end of a link, if no link of the victim leads there."""
-    victim = _sole_victim(planned, job, wanted)
+    victim = _sole_victim(planned, job, spec)
     if peer >= job.num_workers:
         yield _beyond("peer", "worker", peer, job.num_workers, job)
         return
@@ -279,12 +279,12 @@ def _partners(worker: int | None, job: Job) -> list[int]:
     return sorted({*chain.from_iterable(routes.targets.values()), *routes.sources.values(), *met} - {worker})
 
 
-def _sole_victim(planned: PlannedFaults, job: Job, wanted: FaultSpec) -> int | None:
+def _sole_victim(planned: PlannedFaults, job: Job, spec: FaultSpec) -> int | None:
     """Returns the worker that a fault strikes, where that is known before the run; None otherwise."""
-    if wanted.target.worker is not None:
-        return wanted.target.worker
-    at = wanted.trigger
-    if wanted.target != Target() or not isinstance(at, At) or len(planned.faults) > 1 or not job.has_program:
+    if spec.target.worker is not None:
+        return spec.target.worker
+    at = spec.trigger
+    if spec.target != Target() or not isinstance(at, At) or len(planned.faults) > 1 or not job.has_program:
         return None
     if _limits("at", at, job):
         return None
@@ -300,26 +300,26 @@ def _never_coming(at: At, planned: PlannedFaults, job: Job, kinds: Kinds) -> lis
 
 
 def _ids(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:
-    seen: dict[str, int] = {}
-    for number, wanted in faults.items():
-        trigger = wanted.trigger
+    numbers: dict[str, int] = {}
+    for number, spec in faults.items():
+        trigger = spec.trigger
         many = range(1, trigger.count + 1) if isinstance(trigger, Every) else ()
-        for name in (wanted.id, *(f"{wanted.id}-{each}" for each in many)):
-            if name in seen:
-                hint = f"faults.{seen[name]} has it" if seen[name] != number else ""
+        for name in (spec.id, *(f"{spec.id}-{each}" for each in many)):
+            if name in numbers:
+                hint = f"faults.{numbers[name]} has it" if numbers[name] != number else ""
                 yield Problem(f"faults.{number}.id", "an id of its own", repr(name), hint)
-            seen.setdefault(name, number)
+            numbers.setdefault(name, number)
 
 
 def _moments(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:
-    seen: dict[At, int] = {}
-    for number, wanted in faults.items():
-        if isinstance(wanted.trigger, At):
-            if wanted.trigger in seen:
+    numbers: dict[At, int] = {}
+    for number, spec in faults.items():
+        if isinstance(spec.trigger, At):
+            if spec.trigger in numbers:
                 hint = "one fault may have several victims: target {count: 2}"
-                expected = f"another moment than faults.{seen[wanted.trigger]}"
-                yield Problem(f"faults.{number}.at", expected, str(wanted.trigger), hint)
-            seen.setdefault(wanted.trigger, number)
+                expected = f"another moment than faults.{numbers[spec.trigger]}"
+                yield Problem(f"faults.{number}.at", expected, str(spec.trigger), hint)
+            numbers.setdefault(spec.trigger, number)
 
 
 def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Action, ...]:
@@ -447,31 +447,31 @@ def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]
     return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
 
 
-def _after(place: str, wanted: FaultSpec, after: After, planned: PlannedFaults) -> list[Problem]:
+def _after(place: str, spec: FaultSpec, after: After, planned: PlannedFaults) -> list[Problem]:
     by_id = {each.id: each for each in planned.faults.values()}
     if after.fault not in by_id:
         if not planned.whole:
             return []
-        ids = [each for each in by_id if each != wanted.id]
+        ids = [each for each in by_id if each != spec.id]
         hint = nearest(after.fault, ids) or (f"there is {', '.join(ids)}" if ids else "there is no other fault")
         return [Problem(f"{place}.fault", "the id of another fault", repr(after.fault), hint)]
     if isinstance(by_id[after.fault].trigger, Every):
         hint = "the faults of `every` are drawn before the run: write the first fault with `at`"
         return [Problem(f"{place}.fault", "a fault with `at` or `after`", repr(after.fault), hint)]
-    seen = [wanted.id]
+    chain = [spec.id]
     trigger: object = after
     while isinstance(trigger, After) and trigger.fault in by_id:
-        seen.append(trigger.fault)
-        if trigger.fault == wanted.id:
-            return [Problem(f"{place}.fault", "a fault that does not wait for this one", " -> ".join(seen))]
-        if len(seen) > len(by_id) + 1:
+        chain.append(trigger.fault)
+        if trigger.fault == spec.id:
+            return [Problem(f"{place}.fault", "a fault that does not wait for this one", " -> ".join(chain))]
+        if len(chain) > len(by_id) + 1:
             break  # a cycle of other faults, which is reported at those
         trigger = by_id[trigger.fault].trigger
     return []
 
 
-def _target(place: str, wanted: FaultSpec, job: Job) -> Iterator[Problem]:
-    target, trigger = wanted.target, wanted.trigger
+def _target(place: str, spec: FaultSpec, job: Job) -> Iterator[Problem]:
+    target, trigger = spec.target, spec.trigger
     for name, value, limit in (
         ("pipeline", target.pipeline, job.pipelines),
         ("stage", target.stage, job.slots),
@@ -491,18 +491,18 @@ def _target(place: str, wanted: FaultSpec, job: Job) -> Iterator[Problem]:
     if target.role == "recoverer" and isinstance(trigger, At):
         hint = "it recovers from a fault: use `after`"
         yield Problem(f"{place}.role", "random, shadow or neighbour with `at`", "'recoverer'", hint)
-    yield from _count(place, wanted, job, one_only=one_only)
+    yield from _count(place, spec, job, one_only=one_only)
 
 
-def _count(place: str, wanted: FaultSpec, job: Job, *, one_only: bool) -> Iterator[Problem]:
-    target = wanted.target
+def _count(place: str, spec: FaultSpec, job: Job, *, one_only: bool) -> Iterator[Problem]:
+    target = spec.target
     most = job.slots if target.adjacent else job.slots * job.pipelines
     if target.count > most:
         where = f"{job.slot_noun}s in a pipeline" if target.adjacent else "slots"
         yield Problem(f"{place}.count", f"a whole number <= {most}", str(target.count), f"there are {most} {where}")
     if target.count == 1 and target.adjacent is not None:
         yield Problem(f"{place}.adjacent", "a count of 2 or more with it", "count 1")
-    first_is_known = isinstance(wanted.trigger, (At, Every)) or _named(target)
+    first_is_known = isinstance(spec.trigger, (At, Every)) or _named(target)
     if target.count > 1 and (one_only or not first_is_known):
         yield Problem(f"{place}.count", "1 with a worker or such a role", str(target.count), "name a slot, or random")
 
@@ -526,9 +526,9 @@ def _place(faults: Mapping[int, FaultSpec], of_hosts: Mapping[int, FaultSpec], o
         yield Problem("faults", "no other faults with hosts to break", "some", hint)
 
 
-def _of_a_host(place: str, wanted: FaultSpec, on: OnHosts, job: Job | None) -> Iterator[Problem]:
-    step = wanted.trigger.step if isinstance(wanted.trigger, InStep) else 0
-    target = wanted.target
+def _of_a_host(place: str, spec: FaultSpec, on: OnHosts, job: Job | None) -> Iterator[Problem]:
+    step = spec.trigger.step if isinstance(spec.trigger, InStep) else 0
+    target = spec.target
     if job is not None and (step < 1 or (job.has_steps and step >= job.steps)):
         last = job.steps - 1 if job.has_steps else "the last"
         hint = "" if step else "a run that loses a host before its first commit may not continue"
@@ -545,7 +545,7 @@ def _together(faults: Mapping[int, FaultSpec], on: OnHosts) -> Iterator[Problem]
     lost = members = 0
     for number, fault in faults.items():
         place, host = f"faults.{number}", fault.target.host or OTHER
-        if (known := number_of(host)) is not None:
+        if (host_number := number_of(host)) is not None:
             if host in named:
                 yield Problem(
                     f"{place}.target.host", "another host", repr(host), f"faults.{named[host]} strikes it already"
@@ -554,7 +554,7 @@ def _together(faults: Mapping[int, FaultSpec], on: OnHosts) -> Iterator[Problem]
         lost += fault.do in LOSES_A_HOST
         if on.number and fault.do in LOSES_A_HOST and lost == on.number:
             yield Problem(f"{place}.do", "a host that is left", repr(fault.do), f"there are {on.number}")
-        members += (is_member := fault.do in LOSES_A_MEMBER and (known is None or known < MEMBERS))
+        members += (is_member := fault.do in LOSES_A_MEMBER and (host_number is None or host_number < MEMBERS))
         if is_member and members == 2:
             hint = f"etcd has {MEMBERS} members, on h0 to h{MEMBERS - 1}: strike h{MEMBERS}, or an agent"
             yield Problem(f"{place}.do", "a second fault that leaves etcd its majority", repr(fault.do), hint)

@@ -361,15 +361,15 @@ def merged(hosts: Sequence[HostRecords], read: ReadLine) -> MergedHistory:
     clock = SharedClock(_first_coordinator(hosts, read), facts)
     if not any(clock.knows(host.node) for host in hosts):
         clock = SharedClock(hosts[0].node, facts)
-    known = [host for host in hosts if clock.knows(host.node)]
-    last = _last_coordinator(known, clock)
-    files = [[*_rising(_own(host, clock, is_last=host.node == last))] for host in known]
-    files.append(_copies(known, clock, read))
+    on_clock = [host for host in hosts if clock.knows(host.node)]
+    last = _last_coordinator(on_clock, clock)
+    files = [[*_rising(_own(host, clock, is_last=host.node == last))] for host in on_clock]
+    files.append(_copies(on_clock, clock, read))
     reference_first = sorted(hosts, key=lambda host: host.node != clock.reference)
     job = next(job for host in reference_first for job in host.of(JobRecord))
-    stamps = ((host.node, record.at_ns) for host in known for record in host.of(StampedRecord))
+    stamps = ((host.node, record.at_ns) for host in on_clock for record in host.of(StampedRecord))
     slack_ns = 2 * max((clock.at(*stamp).within_ns for stamp in stamps), default=0)
-    if not all(clock.knows(copy.of) for host in known for copy in host.of(HeardRecord)):
+    if not all(clock.knows(copy.of) for host in on_clock for copy in host.of(HeardRecord)):
         slack_ns += _HEARING_NS
     ordered = tuple(_ordered(files, slack_ns))
     return MergedHistory(clock.reference, (job, *ordered), clock, _incomplete(hosts, clock, ordered))

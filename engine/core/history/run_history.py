@@ -201,16 +201,16 @@ class RunHistory:
         places = self.commits.places
         before: list[int] = []  # the index of the first commit behind each action
         others: list[Record] = []
-        taken = 0
+        num_actions = 0
         for action in done:
             other, commit = bisect_left(written_ns, action.end_ns), bisect_left(self.commits.at_ns, action.end_ns)
             place = min(other, places[commit]) if commit < len(places) else other
-            others += self._others[taken:place]
+            others += self._others[num_actions:place]
             others.append(action)
-            taken = max(taken, place)
+            num_actions = max(num_actions, place)
             before.append(min(commit, bisect_right(places, other)))
             self.last_action[action.worker] = action
-        self._others = others + self._others[taken:]
+        self._others = others + self._others[num_actions:]
         self._of[ActionRecord] = done
         behind = 0
         for index in range(len(places)):
@@ -299,14 +299,14 @@ class RunHistory:
     @property
     def not_kept(self) -> str:
         """In words, that the last checkpoint could not be kept; empty if it could, or if there was none to keep."""
-        kept, why, at = None, "", -1
+        step, why, at = None, "", -1
         for record in self._others:
             match record:
                 case KeptRecord():
-                    kept, why = record.step, why if record.step < at else ""
+                    step, why = record.step, why if record.step < at else ""
                 case UnkeptRecord():
                     why, at = record.why, record.step
-        return not_kept_words(kept, why)
+        return not_kept_words(step, why)
 
     @property
     def struck(self) -> set[str]:
@@ -437,9 +437,9 @@ class ReplicatedDecisions:
 
 def coordinating_host(history: RunHistory) -> str:
     """Returns the host that coordinates the run, by the last copy in the folder of another host; empty in its own."""
-    heard = history.of(HeardRecord)
-    num_epochs = sum(each.line.startswith(_EPOCH) for each in heard)
-    return heard[-1].of if heard and len(history.epochs) <= num_epochs else ""
+    decisions = history.of(HeardRecord)
+    num_epochs = sum(each.line.startswith(_EPOCH) for each in decisions)
+    return decisions[-1].of if decisions and len(history.epochs) <= num_epochs else ""
 
 
 # The gaps in the records of a run, in sentences for reports and the status.

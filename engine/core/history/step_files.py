@@ -217,15 +217,15 @@ def marked_steps(records: Iterable[Record]) -> set[int]:
     return marked.steps
 
 
-def superfluous(num_bytes: Mapping[int, int], kept: Collection[int], limit: int) -> set[int]:
+def superfluous(num_bytes: Mapping[int, int], ranges: Collection[int], limit: int) -> set[int]:
     """Returns the ranges, by their numbers, to leave out so that the bytes of the others are at most `limit`.
 
-    The `kept` ranges stay; if they alone are more than `limit`, all others are left out.
+    The `ranges` stay; if they alone are more than `limit`, all others are left out.
     """
     if sum(num_bytes.values()) <= limit:
         return set()
     last = max(num_bytes)
-    always = {0, *range(last - _NEWEST + 1, last + 1), *kept}
+    always = {0, *range(last - _NEWEST + 1, last + 1), *ranges}
     every = 1
     while True:
         every *= 2

@@ -239,14 +239,14 @@ def host_for_one_more(dealt: Mapping[int, str], hosts: Sequence[str]) -> str:
 # told to a host before it is told to its workers, so a host with a vote for a step has heard of all steps before it.
 
 
-def missing_decisions(known: int, stored: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
-    """Returns the decisions from `known` on that others have `stored`; raises InvariantError if they differ."""
+def missing_decisions(count: int, stored: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
+    """Returns the decisions from `count` on that others have `stored`; raises InvariantError if they differ."""
     lines: dict[int, str] = {}
     for decisions in stored:
         for number, line in decisions.items():
             if lines.setdefault(number, line) != line:
                 raise InvariantError(f"two hosts have heard different decisions, both with number {number}")
     following: list[str] = []
-    while (line := lines.get(known + len(following), "")) != "":
+    while (line := lines.get(count + len(following), "")) != "":
         following.append(line)
     return tuple(following)

@@ -100,12 +100,12 @@ def problems_of_plan(place: str, plan: LaunchPlan) -> list[Problem]:
 def _of_other_places(place: str, plan: LaunchPlan) -> list[Problem]:
     """Returns the options that this place would leave out."""
     grace = "" if plan.grace_s == USUAL_GRACE_S else str(plan.grace_s)
-    given: dict[str, tuple[str, tuple[str, ...]]] = {"--grace": (grace, ("slurm", "k8s"))}
-    given |= {"--as": ("" if plan.kind == "job" else plan.kind, ("k8s",))}
-    given |= {"--image": (plan.image, ("k8s",)), "--sbatch": (" ".join(plan.extra), ("slurm",))}
+    options: dict[str, tuple[str, tuple[str, ...]]] = {"--grace": (grace, ("slurm", "k8s"))}
+    options |= {"--as": ("" if plan.kind == "job" else plan.kind, ("k8s",))}
+    options |= {"--image": (plan.image, ("k8s",)), "--sbatch": (" ".join(plan.extra), ("slurm",))}
     return [
         Problem(name, f"none for {place}", value, f"it is an option for {' and '.join(places)}")
-        for name, (value, places) in given.items()
+        for name, (value, places) in options.items()
         if value and place in PLACES and place not in places
     ]
 

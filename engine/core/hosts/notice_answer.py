@@ -66,9 +66,9 @@ class NoticeAnswer(NamedTuple):
     text: str
 
 
-def answer_of(said: bytes, machine: str = "") -> NoticeAnswer | None:
+def answer_of(answer: bytes, machine: str = "") -> NoticeAnswer | None:
     """Returns the notice in an answer, or None, up to the limit; for this `machine` only, if it is known."""
-    text = said[:MOST_BYTES].decode("utf-8", "replace").strip()
+    text = answer[:MOST_BYTES].decode("utf-8", "replace").strip()
     if text.lower() in _NO or _has_no_ending_event(text, machine):
         return None
     return NoticeAnswer(_named(text), text)

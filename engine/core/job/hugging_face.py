@@ -20,11 +20,11 @@ BUILT_IN = ("auto", "digits", "synthetic", "text")  # data that keep their names
 
 
 def hugging_face_fields(
-    path: str, is_random: bool, given: Mapping[str, object]
+    path: str, is_random: bool, values: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, Scalar]]:
     """Returns fields as texts, and arguments by dotted name, of a job with the model of an ID or a folder.
 
-    The data of the `given` fields are read with the tokenizer of the model: a text file, else what the package datasets
+    The data that `values` name are read with the tokenizer of the model: a text file, else what the package datasets
     loads, by folder or name; but not data of bamboo or of a factory, nor a file of tokens. Raises UserError for a model
     beside it, and for random weights without a path.
     """
@@ -33,12 +33,12 @@ def hugging_face_fields(
         if is_random:
             raise UserError([problem])
         return {}, {}
-    if given.get("model") is not None:
-        raise UserError([Problem("--hf", "no other model with it", repr(given["model"]))])
+    if values.get("model") is not None:
+        raise UserError([Problem("--hf", "no other model with it", repr(values["model"]))])
     fields, args = {"model": MODEL}, dict[str, Scalar]({"model_args.path": path})
     if is_random:
         args["model_args.random"] = True
-    data = given.get("data")
+    data = values.get("data")
     if isinstance(data, str) and not (data in ("", *BUILT_IN) or data.endswith(".bin") or FACTORY.fullmatch(data)):
         fields["data"], argument = (TEXT, "file") if data.endswith(".txt") else (DATASET, "name")
         args |= {f"data_args.{argument}": data, "data_args.tokenizer": path}

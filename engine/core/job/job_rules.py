@@ -118,11 +118,11 @@ def _check_named(
     problems = []
     least, most = schedule.stages_per_worker
     if not schedule.takes(stages_per_worker):
-        stages, wanted = num_workers * stages_per_worker, str(least) if least == most else f"{least} to {most}"
+        stages, shape = num_workers * stages_per_worker, str(least) if least == most else f"{least} to {most}"
         hint = f"{stages} stages are then on {stages // least} workers"
         if stages % least:
             hint = f"and a number of stages that {least} divides"
-        problems.append(Problem("stages_per_worker", f"{wanted} with schedule {name}", str(stages_per_worker), hint))
+        problems.append(Problem("stages_per_worker", f"{shape} with schedule {name}", str(stages_per_worker), hint))
     if choice not in ("auto", schedule.placement) and stages_per_worker > 1:
         problems.append(Problem("placement", f"{schedule.placement} with schedule {name}", repr(choice)))
     if num_workers % directions_of(name):

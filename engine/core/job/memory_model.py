@@ -74,7 +74,7 @@ def owned_bytes(job: Job, size: StageBytes) -> int:
 
 def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int, StageBytes]) -> WorkerBytes:
     """Returns the bytes of a worker; `sizes` has those of each stage that it holds."""
-    held = [sizes[stage] for _, stage in ownership.held_by(worker)]
+    stages = [sizes[stage] for _, stage in ownership.held_by(worker)]
     own = ownership.slots_of(worker)
     means = {stage for _, stage in own} if job.pipelines > 1 else set()
     copied = sum(
@@ -82,10 +82,10 @@ def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int
         for size in (sizes[share.slot[1]] for share in shares_of(ownership, worker))
     )
     return WorkerBytes(
-        weights=sum(each.weights for each in held) + sum(sizes[stage].whole for _, stage in own if job.fsdp),
-        optimizer=sum(each.optimizer for each in held),
-        gradients=sum(each.trained for each in held) + sum(sizes[stage].trained for stage in means),
-        buffers=sum(each.buffers for each in held) * (1 + job.pipelines * job.retains),
+        weights=sum(each.weights for each in stages) + sum(sizes[stage].whole for _, stage in own if job.fsdp),
+        optimizer=sum(each.optimizer for each in stages),
+        gradients=sum(each.trained for each in stages) + sum(sizes[stage].trained for stage in means),
+        buffers=sum(each.buffers for each in stages) * (1 + job.pipelines * job.retains),
         borders=sum(crossing(ownership, own, sizes)) * job.program_microbatches * job.retains,
         copies=copied * _copies(job),
     )

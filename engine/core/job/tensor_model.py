@@ -46,8 +46,8 @@ BySlot = dict[Slot, TensorBytes]
 def residual_of(job: Job, layers: Sequence[int], residuals: Mapping[int, int]) -> int:
     """Returns the bytes of a stage's residual, without its input, by those of its layers; 0 if one is not known."""
     every = job.activation_checkpoint
-    kept = [layer for layer in layers if not every or (layer + 1) % every == 0 or layer == layers[-1]]
-    return sum(residuals[layer] for layer in kept) if all(layer in residuals for layer in kept) else 0
+    stored = [layer for layer in layers if not every or (layer + 1) % every == 0 or layer == layers[-1]]
+    return sum(residuals[layer] for layer in stored) if all(layer in residuals for layer in stored) else 0
 
 
 def predicted_tensors(
@@ -63,10 +63,10 @@ def predicted_tensors(
     `sizes` are of its stages and the one before, `residuals` the bytes of a microbatch in the stash of each stage.
     """
     copies = 1 + job.pipelines * job.retains
-    held = {slot: sizes[slot[1]] for slot in ownership.held_by(worker)}
+    slots = {slot: sizes[slot[1]] for slot in ownership.held_by(worker)}
     boundary = {
         slot: TensorBytes(weights=size.weights, moments=size.optimizer, buffers=size.buffers * copies)
-        for slot, size in held.items()
+        for slot, size in slots.items()
     }
     walk = _TensorWalk(job, ownership, worker, sizes, residuals)
     now, most, total = dict(boundary), dict(boundary), 0
@@ -153,8 +153,8 @@ class _TensorWalk:
         slot, stage = (action.pipeline, action.stage), action.stage
         stash = 0 if action.op is Op.I else -self.residuals[stage]
         accumulators = 0 if action.op is Op.I else self._made(slot)
-        kept = self.job.retains * sum(crossing(self.ownership, [slot], self.sizes)) if action.op is not Op.W else 0
+        num_bytes = self.job.retains * sum(crossing(self.ownership, [slot], self.sizes)) if action.op is not Op.W else 0
         transfer = -self._used(action, Op.B) if action.op is not Op.W else 0
         if action.op is not Op.W and not self.job.retains and (action.pipeline, stage - 1) not in self._own:
             transfer += self._sent(action)
-        return TensorBytes(stash=stash, accumulators=accumulators, retained=kept, transfer=transfer)
+        return TensorBytes(stash=stash, accumulators=accumulators, retained=num_bytes, transfer=transfer)

@@ -182,30 +182,34 @@ NO_SCHEDULES: Mapping[str, str] = {
 }
 
 
-def argument_problems(field: str, known: Mapping[str, Argument], args: Args, *, all_of: bool = True) -> list[Problem]:
+def argument_problems(
+    field: str, arguments: Mapping[str, Argument], args: Args, *, all_of: bool = True
+) -> list[Problem]:
     """Returns the problems with arguments of a part; with `all_of` also those required and not given."""
-    expected = f"one of {', '.join(sorted(known))}" if known else "no arguments"
+    expected = f"one of {', '.join(sorted(arguments))}" if arguments else "no arguments"
     problems = [
-        Problem(f"{field}.{name}", expected, repr(name), nearest(name, known)) for name in args if name not in known
+        Problem(f"{field}.{name}", expected, repr(name), nearest(name, arguments))
+        for name in args
+        if name not in arguments
     ]
     problems += [
-        Problem(f"{field}.{name}", _expected(known[name]), repr(value))
+        Problem(f"{field}.{name}", _expected(arguments[name]), repr(value))
         for name, value in args.items()
-        if name in known and not _fits(known[name], value)
+        if name in arguments and not _fits(arguments[name], value)
     ]
     if all_of:
         problems += [
             Problem(f"{field}.{name}", f"{_expected(argument)}, since it has no default")
-            for name, argument in known.items()
+            for name, argument in arguments.items()
             if argument.default is None and name not in args
         ]
     return problems
 
 
-def given_arguments(known: Mapping[str, Argument], args: Args) -> dict[str, object]:
+def given_arguments(arguments: Mapping[str, Argument], args: Args) -> dict[str, object]:
     """Returns valid arguments as the class takes them."""
     return {
-        name: listed(value) if known[name].form in ("numbers", "wholes") else plain_argument(value)
+        name: listed(value) if arguments[name].form in ("numbers", "wholes") else plain_argument(value)
         for name, value in args.items()
     }
 

@@ -130,13 +130,15 @@ def group_of(groups: Sequence[ParamGroup], name: str) -> ParamGroup | None:
 
 def idle_groups(groups: Sequence[ParamGroup], names: Iterable[str]) -> list[Problem]:
     """Returns a problem for each group that has no parameter among the plain `names` of a model."""
-    known = tuple(names)
-    used = {id(group_of(groups, name)) for name in known}
+    parameters = tuple(names)
+    used = {id(group_of(groups, name)) for name in parameters}
     problems = []
     for group in groups:
         if id(group) not in used:
-            matched = next((name for name in known if re.search(group.pattern, name)), "")
-            hint = f"the names are {', '.join(known[:_MOST_NAMES])}{', ...' if len(known) > _MOST_NAMES else ''}"
+            matched = next((name for name in parameters if re.search(group.pattern, name)), "")
+            hint = (
+                f"the names are {', '.join(parameters[:_MOST_NAMES])}{', ...' if len(parameters) > _MOST_NAMES else ''}"
+            )
             if matched:
                 hint = f"an earlier group has each of its parameters, such as {matched}"
             problems.append(Problem("param_groups", "patterns that match a parameter", repr(group.pattern), hint))
@@ -166,10 +168,10 @@ def update_problems(job: Job) -> Iterator[Problem]:
         yield from argument_problems("lr_args", {}, job.lr_args)
     yield from _early_stop_problems(job)
     yield from () if problems else _monitor_problems(job)
-    known = None if optimizer is None else optimizer.arguments
+    arguments = None if optimizer is None else optimizer.arguments
     yield from group_problems(
         job.param_groups,
-        lambda args: () if known is None else argument_problems("param_groups", known, args, all_of=False),
+        lambda args: () if arguments is None else argument_problems("param_groups", arguments, args, all_of=False),
     )
 
 
@@ -249,14 +251,14 @@ def preloads(job: Job) -> tuple[str, ...]:
     return (*compiler, *IMPORTS) if job.model == MODEL else compiler
 
 
-def _named(field: str, name: str, known: Mapping[str, object], never: Mapping[str, str]) -> Iterator[Problem]:
+def _named(field: str, name: str, names: Mapping[str, object], never: Mapping[str, str]) -> Iterator[Problem]:
     """Yields the problem of a name that is neither known nor that of the user's code."""
-    if name in known or FACTORY.fullmatch(name):
+    if name in names or FACTORY.fullmatch(name):
         return
-    expected = f"one of {', '.join(sorted(known))}, or package.module:name"
+    expected = f"one of {', '.join(sorted(names))}, or package.module:name"
     if (reason := never.get(name.lower().replace("_", ""))) is not None:
         yield Problem(field, expected, repr(name), reason)
         return
     by_class = {part.cls.lower(): key for table in (SCHEDULES, OPTIMIZERS) for key, part in table.items()}
     word = by_class.get(name.lower(), "")
-    yield Problem(field, expected, repr(name), nearest(name, known) or (f"did you mean {word!r}?" if word else ""))
+    yield Problem(field, expected, repr(name), nearest(name, names) or (f"did you mean {word!r}?" if word else ""))

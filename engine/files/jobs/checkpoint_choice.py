@@ -149,24 +149,24 @@ def find_for_job(job: Job, results: Path, say: Callable[[str], object]) -> JobSo
     """
     now = host_facts(Path.cwd())
     _tell_other(job, results, say)
-    asked, told = dict[str, None](), set[CheckpointName]()  # a run and the one that was resumed from it share some
+    runs, names = dict[str, None](), set[CheckpointName]()  # a run and the one that was resumed from it share some
     for place in places_of_job(job, results):
-        if place.asked not in asked and (steps := finished_steps(RunFolder(results / place.asked), job, now)):
+        if place.asked not in runs and (steps := finished_steps(RunFolder(results / place.asked), job, now)):
             return JobSoFar(finished_by=place.asked, steps=steps)
-        asked[place.asked] = None
+        runs[place.asked] = None
         good = place.folder.newest_good(place.run, place.step)
-        news = tuple(each for each in good.refused if each.name not in told)
-        told |= {each.name for each in news}
+        news = tuple(each for each in good.refused if each.name not in names)
+        names |= {each.name for each in news}
         tell_refused(replace(good, refused=news), place.folder.place, say)
         if (choice := _choice_of(good, place)) is not None:
             is_whole = job.has_steps and choice.origin.step >= last_of(job, choice.origin.monitors)
             is_same = not bit_differences(choice.job, choice.manifest.facts, job, now)
             return JobSoFar(choice, choice.origin.run if is_whole and is_same else "", choice.origin.step + 1)
-    if told:
-        why = f"{counted(len(told), 'checkpoint was', 'checkpoints were')} refused; move them away to start over"
+    if names:
+        why = f"{counted(len(names), 'checkpoint was', 'checkpoints were')} refused; move them away to start over"
         raise StorageError(f"no checkpoint of this job is good: {why}")
-    kept = f"{numbered('run', tuple(asked))} of this job has kept no checkpoint" if asked else "no run of this job yet"
-    say(f"{kept}: it begins with step 0")
+    nothing = f"{numbered('run', tuple(runs))} of this job has kept no checkpoint" if runs else "no run of this job yet"
+    say(f"{nothing}: it begins with step 0")
     return JobSoFar()
 
 
@@ -282,8 +282,8 @@ def _as_problems(differences: Iterable[BitDifference], run: str) -> Iterator[Pro
         )
 
 
-def _changed(what: str, kept: Iterable[DataFile], files_now: Callable[[], Iterable[DataFile]]) -> list[BitDifference]:
-    before = {name: (size, sha256) for name, size, sha256 in kept}
+def _changed(what: str, files: Iterable[DataFile], files_now: Callable[[], Iterable[DataFile]]) -> list[BitDifference]:
+    before = {name: (size, sha256) for name, size, sha256 in files}
     now = {name: (size, sha256) for name, size, sha256 in files_now()} if before else {}
     return [
         BitDifference(f"{what} {name}", _words(before.get(name)), _words(now.get(name)))

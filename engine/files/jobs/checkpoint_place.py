@@ -96,8 +96,8 @@ def places_of_job(job: Job, results: Path) -> Iterator[CheckpointPlace]:
     elsewhere: dict[str, CheckpointPlace] = {}
     if job.checkpoints:
         shared = checkpoints_at(job.checkpoints if is_url(job.checkpoints) else Path(job.checkpoints).absolute())
-        kept = shared.runs(lambda manifest: job_fingerprint(manifest.job) == fingerprint)
-        elsewhere = {name: CheckpointPlace(shared, name, asked=name) for name in kept}
+        runs = shared.runs(lambda manifest: job_fingerprint(manifest.job) == fingerprint)
+        elsewhere = {name: CheckpointPlace(shared, name, asked=name) for name in runs}
     for name in sorted(here | elsewhere, reverse=True):
         if name not in here:
             yield elsewhere[name]
@@ -191,9 +191,9 @@ def refuse_unwritable(job: Job, in_process: bool = False) -> None:
 def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:
     """Yields the place of a run's checkpoints, under its first name, then of the run that it was resumed from."""
     facts = _facts_of(run)
-    asked = run.path.name
-    job, name = facts.get("job", {}), str(facts.get("run") or asked)
-    of_run = {"step": step, "asked": asked, "job": job}
+    run_name = run.path.name
+    job, name = facts.get("job", {}), str(facts.get("run") or run_name)
+    of_run = {"step": step, "asked": run_name, "job": job}
     if named := job.get("checkpoints"):
         yield CheckpointPlace(checkpoints_at(named if is_url(named) else Path(named).absolute()), name, **of_run)
     else:
@@ -203,7 +203,7 @@ def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPla
         if begun is None or step is None or step <= begun:  # what the other run did later is not this run's
             heir = ResumedRun(job, facts["host"], bool(before.get("other_bits")), str(run.run_json))
             yield CheckpointPlace(
-                checkpoints_at(before["place"]), before["run"], begun if step is None else step, heir, asked, job
+                checkpoints_at(before["place"]), before["run"], begun if step is None else step, heir, run_name, job
             )
 
 
@@ -267,8 +267,8 @@ def _refuse_damaged(path: str, place: CheckpointPlace) -> None:
     """Reads every byte of the checkpoint in the folder `path`; raises UserError if one is wrong, or for several."""
     names = place.names()
     if len(names) > 1:
-        told = f"{path!r}: {', '.join(each.file for each in names)[:300]}"
-        raise UserError([Problem("init", "the folder of one checkpoint", told)])
+        text = f"{path!r}: {', '.join(each.file for each in names)[:300]}"
+        raise UserError([Problem("init", "the folder of one checkpoint", text)])
     try:
         for each in names:
             place.folder.verify(each)

@@ -123,14 +123,14 @@ def _read_steps(value: object) -> float | None:
 
 
 def _whole(least: int, most: int | None = None) -> Any:
-    told = f"a whole number >= {least}{'' if most is None else f' and <= {most}'}"
-    return Annotated[int, Field(ge=least, le=most), _Wording(told)]
+    text = f"a whole number >= {least}{'' if most is None else f' and <= {most}'}"
+    return Annotated[int, Field(ge=least, le=most), _Wording(text)]
 
 
-def _text(read: Callable[[Any], Any], kind: type, pattern: str, told: str) -> Any:
+def _text(read: Callable[[Any], Any], kind: type, pattern: str, text: str) -> Any:
     """Returns the type of a text that `read` returns as a value of another kind, or as None."""
     json = {"type": "string", "pattern": pattern}
-    return Annotated[kind, BeforeValidator(read), WithJsonSchema(json), _Wording(told)]
+    return Annotated[kind, BeforeValidator(read), WithJsonSchema(json), _Wording(text)]
 
 
 _COUNT = _whole(0)

@@ -47,9 +47,9 @@ from engine.files.strict_yaml import Document
 # `checkpoint_every` stays in epochs.
 
 
-def spans_of(given: Iterable[FieldValue]) -> dict[str, str]:
+def spans_of(entries: Iterable[FieldValue]) -> dict[str, str]:
     """Returns the text of each field that is given in epochs, such as ``2epochs``, by its name."""
-    return {each.name: each.value for each in given if each.name in IN_EPOCHS and parse_epochs(str(each.value))}
+    return {each.name: each.value for each in entries if each.name in IN_EPOCHS and parse_epochs(str(each.value))}
 
 
 def in_steps(job: Job, layers: Sequence[Layer], spans: Mapping[str, str], offered: JobParts) -> Job:
@@ -92,8 +92,8 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
     if at["steps"] < at["epochs"]:
         return True
     if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
-        (given,) = [each for each in layer.given if each.name == "epochs"]
-        raise UserError([given.problem("no steps with it", str(job.steps), "give epochs or steps, not both")])
+        (entry,) = [each for each in layer.given if each.name == "epochs"]
+        raise UserError([entry.problem("no steps with it", str(job.steps), "give epochs or steps, not both")])
     return False
 
 
@@ -110,16 +110,16 @@ FOR_SEVERAL = "default with several workers"
 
 
 def with_elastic_defaults(
-    job: Job, layers: Sequence[Layer], given: Mapping[tuple[str, ...], FieldValue], offered: JobParts, *, moves: bool
+    job: Job, layers: Sequence[Layer], entries: Mapping[tuple[str, ...], FieldValue], offered: JobParts, *, moves: bool
 ) -> tuple[Job, dict[str, str], str]:
     """Returns the job with these defaults, their origins, and why it has so many blocks if it `moves` stages."""
-    origins, blocks = dict[str, str](), given.get(("blocks",))
+    origins, blocks = dict[str, str](), entries.get(("blocks",))
     asking = (name for name in ("standby", "max_workers") if getattr(job, name) > 0)
     if any(_is_later(name, "elastic", layers) for name in asking):
         job = replace(job, elastic=True)
-        origins = {} if ("elastic",) in given else {"elastic": FOR_JOINERS}
+        origins = {} if ("elastic",) in entries else {"elastic": FOR_JOINERS}
     is_asked = job.elastic
-    if moves and ("elastic",) not in given and not is_asked and can_move(job):
+    if moves and ("elastic",) not in entries and not is_asked and can_move(job):
         job, origins = replace(job, elastic=True), {"elastic": FOR_SEVERAL}
     if blocks and job.max_workers > job.slots * job.pipelines and _is_later("max_workers", "blocks", layers):
         blocks = None  # such as those of a run that is resumed with more workers
@@ -146,12 +146,12 @@ def can_move(job: Job) -> bool:
 # Rule: a value that is given wins. So the record of a run, which has every field, repeats its job.
 
 
-def with_model_defaults(job: Job, given: Collection[tuple[str, ...]], offered: JobParts) -> tuple[Job, dict[str, str]]:
-    """Returns the job with the defaults of its model, and the origin of each; `given` has the paths of given values."""
+def with_model_defaults(job: Job, paths: Collection[tuple[str, ...]], offered: JobParts) -> tuple[Job, dict[str, str]]:
+    """Returns the job with the defaults of its model, and the origin of each; `paths` have a value already."""
     origins = {}
     for name, value in offered.defaults(job).items():
         path = tuple(name.split(".", 1))
-        if path in given:
+        if path in paths:
             continue
         field = path[0]
         changed: dict[str, Any] = {field: value if len(path) == 1 else {**getattr(job, field), path[1]: value}}
@@ -182,18 +182,18 @@ def resolve_job(
         UserError: with every problem of every layer.
     """
     layers = [file_layer(job_file)] if job_file else []
-    given = [set_layer(settings), flag_layer(flags or {}), *([last] if last is not None else [])]
+    overrides = [set_layer(settings), flag_layer(flags or {}), *([last] if last is not None else [])]
     if kept is not None:
         of_checkpoint = document_layer(kept, KEPT)
         of_checkpoint.given = without_noted(of_checkpoint.given)
-        return merge([of_checkpoint, *layers, *given], offered)
+        return merge([of_checkpoint, *layers, *overrides], offered)
     if record := next((each.record for each in layers), None):
-        resolved = merge([*layers, *given], offered)
+        resolved = merge([*layers, *overrides], offered)
         init = init_of(record) if resolved.origins.get("init", "").startswith(f"{record.source}:") else ""
         return replace(resolved, with_faults=with_its_faults(record), init=init)
     files = ((_user_file(environment), ""), (project / PROJECT_FILE, LYING_THERE))
     lower = [file_layer(path, foreign) for path, foreign in files if path and os.path.exists(path)]
-    return merge([*lower, *layers, environment_layer(environment), *given], offered, moves=moves)
+    return merge([*lower, *layers, environment_layer(environment), *overrides], offered, moves=moves)
 
 
 def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING, *, moves: bool = False) -> ResolvedJob:
@@ -204,34 +204,34 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING, *, moves: bool 
     Raises:
         UserError: with every problem of every layer.
     """
-    given = {each.path: each for layer in layers for each in layer.given}
-    spans = spans_of(given.values())
-    job = _job(each for each in given.values() if each.name not in spans and not is_automatic(each))
+    entries = {each.path: each for layer in layers for each in layer.given}
+    spans = spans_of(entries.values())
+    job = _job(each for each in entries.values() if each.name not in spans and not is_automatic(each))
     problems = [problem for layer in layers for problem in layer.problems]
-    problems += [_masked(each) for each in given.values() if each.value == MASK and is_secret(each.path[-1])]
-    foreign = foreign_values(given.values())
+    problems += [_masked(each) for each in entries.values() if each.value == MASK and is_secret(each.path[-1])]
+    foreign = foreign_values(entries.values())
     refused = [] if offered.trusts_files else [each for each in foreign if each.field in offered.acts_on]
     may_call = offered.calls_code and not any(each.field == "schedule" for each in refused)
     own = own_schedule(job) if may_call or job.has_program else job.schedule
     if isinstance(own, Problem):
-        problems += [_at_its_place(own, given)]
+        problems += [_at_its_place(own, entries)]
     else:
         job = replace(job, schedule=own)
-    job, of_model = with_model_defaults(job, given, offered)
-    job, of_joiners, why_blocks = with_elastic_defaults(job, layers, given, offered, moves=moves)
+    job, of_model = with_model_defaults(job, entries, offered)
+    job, of_joiners, why_blocks = with_elastic_defaults(job, layers, entries, offered, moves=moves)
     problems += [
-        _at_its_place(problem, given)
+        _at_its_place(problem, entries)
         for problem in check_job(job, nccl_on_cpu=bool(nccl_stand_in()))
         if problem.field != "schedule" or (job.has_program and not isinstance(own, Problem))
     ]
     # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.
     if not {"model", "data", "optimizer"} & {problem.field for problem in problems}:
         known_fields = {problem.field for problem in (*problems, *refused)}  # one problem is enough for a value
-        problems += [_at_its_place(each, given) for each in offered.problems(job) if each.field not in known_fields]
+        problems += [_at_its_place(each, entries) for each in offered.problems(job) if each.field not in known_fields]
     problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
-    counted, origins = in_steps(job, layers, spans, offered), _origins(job, given) | of_model | of_joiners
+    counted, origins = in_steps(job, layers, spans, offered), _origins(job, entries) | of_model | of_joiners
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]
     origins |= {name: f"{origins[name]} ({text})" for name, text in spans.items()}
@@ -241,9 +241,9 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING, *, moves: bool 
     return ResolvedJob(counted, origins, foreign=foreign, why_blocks=why_blocks)
 
 
-def _masked(given: FieldValue) -> Problem:
+def _masked(entry: FieldValue) -> Problem:
     """Returns the problem of a masked value, which was left out of the file that it comes from."""
-    return given.problem("its value, which is secret and was not recorded", "", f"give it: --set {given.name}=VALUE")
+    return entry.problem("its value, which is secret and was not recorded", "", f"give it: --set {entry.name}=VALUE")
 
 
 def _with_a_field(problem: Problem, job: Job, offered: JobParts) -> Problem:
@@ -264,9 +264,9 @@ def _user_file(environment: Mapping[str, str]) -> Path | None:
     return None
 
 
-def _job(given: Iterable[FieldValue]) -> Job:
+def _job(entries: Iterable[FieldValue]) -> Job:
     values: dict[str, Any] = {}
-    for field in given:
+    for field in entries:
         if len(field.path) == 1:
             values[field.name] = field.value
         else:
@@ -274,9 +274,9 @@ def _job(given: Iterable[FieldValue]) -> Job:
     return Job(**values)
 
 
-def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], FieldValue]) -> Problem:
+def _at_its_place(problem: Problem, entries: Mapping[tuple[str, ...], FieldValue]) -> Problem:
     path = tuple(problem.field.split(".", 1))
-    origin = given.get(path) or given.get(path[:1])  # an argument within a text, such as param_groups.lr
+    origin = entries.get(path) or entries.get(path[:1])  # an argument within a text, such as param_groups.lr
     if origin is None:
         return problem
     return replace(problem, source=origin.source, line=origin.line, column=origin.column)
@@ -291,8 +291,8 @@ def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Prob
     return sorted(problems, key=lambda problem: (rank.get(problem.source, -1), problem.line, problem.column))
 
 
-def _origins(job: Job, given: Mapping[tuple[str, ...], FieldValue]) -> dict[str, str]:
+def _origins(job: Job, entries: Mapping[tuple[str, ...], FieldValue]) -> dict[str, str]:
     origins = {
         field.name: "default" for field in fields(job) if field.name not in ARGS_FIELDS or not getattr(job, field.name)
     }
-    return origins | {each.name: each.origin for each in given.values()}
+    return origins | {each.name: each.origin for each in entries.values()}

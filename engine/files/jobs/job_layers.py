@@ -56,23 +56,23 @@ KEPT = f"if you trust this checkpoint, give {TRUST_FLAG}, or name the value your
 _MOST_BYTES = 4 << 20  # of the notes
 
 
-def foreign_values(given: Iterable[FieldValue]) -> tuple[Problem, ...]:
+def foreign_values(entries: Iterable[FieldValue]) -> tuple[Problem, ...]:
     """Returns a problem for each value that names code or a folder of results, and comes from a foreign file."""
-    return tuple(problem for each in given if each.foreign and (problem := _refused(each)))
+    return tuple(problem for each in entries if each.foreign and (problem := _refused(each)))
 
 
-def _refused(given: FieldValue) -> Problem | None:
-    if given.name in CODE_FIELDS and (code := code_in(given.value)):
+def _refused(entry: FieldValue) -> Problem | None:
+    if entry.name in CODE_FIELDS and (code := code_in(entry.value)):
         module, _, attribute = code[0].partition(":")
-        why = f"bamboo would import {module} and call {attribute}; {given.foreign}"
-        return given.problem("no code from this file", repr(given.value), why)
-    if given.name == "logger" and (reaching := [each for each in logger_names(given.value) if ":" in each]):
-        why = f"it would write to that file, or open that port; {given.foreign}"
-        return given.problem("no logger with a file or a port from this file", repr(reaching[0]), why)
-    if given.name in PLACES and given.value != (usual := getattr(Job(), given.name)):
-        why = f"bamboo would write to that folder; {given.foreign}"
+        why = f"bamboo would import {module} and call {attribute}; {entry.foreign}"
+        return entry.problem("no code from this file", repr(entry.value), why)
+    if entry.name == "logger" and (reaching := [each for each in logger_names(entry.value) if ":" in each]):
+        why = f"it would write to that file, or open that port; {entry.foreign}"
+        return entry.problem("no logger with a file or a port from this file", repr(reaching[0]), why)
+    if entry.name in PLACES and entry.value != (usual := getattr(Job(), entry.name)):
+        why = f"bamboo would write to that folder; {entry.foreign}"
         only = f"no folder but {usual!r}" if usual else "no folder"
-        return given.problem(f"{only} from this file", repr(given.value), why)
+        return entry.problem(f"{only} from this file", repr(entry.value), why)
     return None
 
 
@@ -87,19 +87,19 @@ def note(job: Job) -> None:
         write_atomically(path, "".join(f"{each}\n" for each in sorted(lines)))
 
 
-def without_noted(given: Iterable[FieldValue]) -> list[FieldValue]:
+def without_noted(entries: Iterable[FieldValue]) -> list[FieldValue]:
     """Returns the values of a checkpoint; those that a run had here, and the place of its run, are foreign no more."""
     noted = _noted()
-    return [replace(each, foreign="") if _line(each) in noted or _is_place(each) else each for each in given]
+    return [replace(each, foreign="") if _line(each) in noted or _is_place(each) else each for each in entries]
 
 
-def _is_place(given: FieldValue) -> bool:
+def _is_place(entry: FieldValue) -> bool:
     """Returns whether a value is the folder of results with the run from which it comes."""
-    if given.name != "results" or not isinstance(given.value, str):
+    if entry.name != "results" or not isinstance(entry.value, str):
         return False
-    folders = Path(os.path.realpath(given.source)).parents
+    folders = Path(os.path.realpath(entry.source)).parents
     run = next((each for each in folders if (each / "run.json").is_file()), None)
-    return run is not None and os.path.realpath(given.value) == str(run.parent)
+    return run is not None and os.path.realpath(entry.value) == str(run.parent)
 
 
 def needs_word(run: Path, job: Job) -> bool:
@@ -111,9 +111,9 @@ def _acting(job: Job, source: str = "") -> list[FieldValue]:
     return [FieldValue((name,), getattr(job, name), "", source, foreign=KEPT) for name in ACTING]
 
 
-def _line(given: FieldValue) -> str:
-    is_place = given.name in PLACES
-    text = json.dumps([os.path.realpath(str(given.value) if is_place else "."), given.name, is_place or given.value])
+def _line(entry: FieldValue) -> str:
+    is_place = entry.name in PLACES
+    text = json.dumps([os.path.realpath(str(entry.value) if is_place else "."), entry.name, is_place or entry.value])
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -159,13 +159,13 @@ def kind_of(document: Document) -> FileKind | None:
     return "job" if keys & (FIELD_TYPES.keys() - {"name"}) else None
 
 
-def other_kind(document: Document, *wanted: FileKind) -> Problem | None:
-    """Returns the problem of a document of another kind than the `wanted` ones, with the command that takes it."""
+def other_kind(document: Document, *kinds: FileKind) -> Problem | None:
+    """Returns the problem of a document of another kind than `kinds`, with the command that takes it."""
     kind = kind_of(document)
-    if kind is None or kind in wanted:
+    if kind is None or kind in kinds:
         return None
     hint = f"run it with: bamboo {_COMMANDS[kind]} {shlex.quote(document.source)}"
-    return Problem("", " or ".join(_NAMES[each] for each in wanted), _NAMES[kind], hint, document.source)
+    return Problem("", " or ".join(_NAMES[each] for each in kinds), _NAMES[kind], hint, document.source)
 
 
 def init_of(record: Document) -> str:
@@ -206,23 +206,23 @@ class Layer:
     problems: list[Problem] = field(default_factory=list)
     record: Document | None = None
 
-    def add(self, given: FieldValue) -> None:
+    def add(self, entry: FieldValue) -> None:
         """Adds a value, or the problem with it."""
-        checked = check(given)
+        checked = check(entry)
         if isinstance(checked, Problem):
             self.problems.append(checked)
         else:
             self.given.append(checked)
 
-    def add_text(self, given: FieldValue) -> None:
+    def add_text(self, entry: FieldValue) -> None:
         """Adds a value from the command line or the environment, where it is text."""
-        if not is_known(given.path) or (holds_text(given.path) and not given.value.startswith(("'", '"'))):
-            self.add(given)
+        if not is_known(entry.path) or (holds_text(entry.path) and not entry.value.startswith(("'", '"'))):
+            self.add(entry)
             return
-        document = read_scalar(given.value, given.source, given.name)
+        document = read_scalar(entry.value, entry.source, entry.name)
         self.problems += document.problems
         if not document.problems:
-            self.add(FieldValue(given.path, document.value, given.origin, given.source))
+            self.add(FieldValue(entry.path, document.value, entry.origin, entry.source))
 
 
 def file_layer(path: Path, foreign: str = "") -> Layer:
@@ -270,18 +270,18 @@ def _add_from_file(layer: Layer, document: Document, name: str, value: Any, fore
         _add_field(layer, given(name, value=value))
 
 
-def _add_field(layer: Layer, given: FieldValue) -> None:
+def _add_field(layer: Layer, entry: FieldValue) -> None:
     """Adds the value of a field; lists that have a form as text become that text."""
-    name, value = given.name, given.value
+    name, value = entry.name, entry.value
     if name == "param_groups" and isinstance(value, list) and all(isinstance(each, dict) for each in value):
         try:
             value = as_text(value)
         except ValueError as error:
-            layer.problems.append(given.problem(PARAM_GROUPS_FORM, shown(value), str(error)))
+            layer.problems.append(entry.problem(PARAM_GROUPS_FORM, shown(value), str(error)))
             return
     elif name == "partition" and isinstance(value, list) and value and all(type(each) is int for each in value):
         value = ",".join(str(each) for each in value)
-    layer.add(replace(given, value=value))
+    layer.add(replace(entry, value=value))
 
 
 def _as_listed(field_name: str, value: Any) -> Any:
@@ -300,8 +300,8 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
         if is_known(path):
             layer.add_text(FieldValue(path, environment[variable], variable, variable))
         else:
-            known = [f"BAMBOO_{name.upper()}" for name in FIELD_TYPES]
-            layer.problems.append(Problem(variable, "a variable that bamboo knows", "", nearest(variable, known)))
+            variables = [f"BAMBOO_{name.upper()}" for name in FIELD_TYPES]
+            layer.problems.append(Problem(variable, "a variable that bamboo knows", "", nearest(variable, variables)))
     return layer
 
 

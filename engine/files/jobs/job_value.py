@@ -72,9 +72,9 @@ def is_known(path: OptionPath) -> bool:
     return path[0] in ARGS_FIELDS and path[1].isidentifier()
 
 
-def is_automatic(given: FieldValue) -> bool:
+def is_automatic(entry: FieldValue) -> bool:
     """Returns whether a value is left to bamboo."""
-    return given.name in AUTOMATIC and given.value == AUTO
+    return entry.name in AUTOMATIC and entry.value == AUTO
 
 
 def holds_text(path: OptionPath) -> bool:
@@ -82,43 +82,43 @@ def holds_text(path: OptionPath) -> bool:
     return len(path) == 1 and (FIELD_TYPES[path[0]] is str or get_origin(FIELD_TYPES[path[0]]) is Literal)
 
 
-def check(given: FieldValue) -> FieldValue | Problem:
-    """Returns `given` with its value converted to the type of its field, or the problem with it."""
+def check(entry: FieldValue) -> FieldValue | Problem:
+    """Returns `entry` with its value converted to the type of its field, or the problem with it."""
     # pydantic takes 40 ms to import, and help texts and unreadable files do not need it.
     from pydantic import ValidationError
 
-    if (problem := _name_or_length_problem(given)) is not None:
+    if (problem := _name_or_length_problem(entry)) is not None:
         return problem
-    kind: Any = Scalar if len(given.path) == 2 else FIELD_TYPES[given.name]
-    if given.name == "checkpoint_every" and type(given.value) is int:  # a number of steps is one of its forms
-        given = replace(given, value=str(given.value))
-    is_text = given.name in IN_EPOCHS and isinstance(given.value, str)
-    if is_text and parse_epochs(given.value):
-        return given
-    if is_automatic(given):
-        return given
-    name, *argument = given.path
+    kind: Any = Scalar if len(entry.path) == 2 else FIELD_TYPES[entry.name]
+    if entry.name == "checkpoint_every" and type(entry.value) is int:  # a number of steps is one of its forms
+        entry = replace(entry, value=str(entry.value))
+    is_text = entry.name in IN_EPOCHS and isinstance(entry.value, str)
+    if is_text and parse_epochs(entry.value):
+        return entry
+    if is_automatic(entry):
+        return entry
+    name, *argument = entry.path
     form = job_form()()
     try:
-        setattr(form, name, {argument[0]: given.value} if argument else given.value)
+        setattr(form, name, {argument[0]: entry.value} if argument else entry.value)
         read = getattr(form, name)
-        return replace(given, value=read[argument[0]] if argument else read)
+        return replace(entry, value=read[argument[0]] if argument else read)
     except ValidationError:
         expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
-        expected += f" >= 1, or {AUTO}" if given.name in AUTOMATIC else ""
-        if is_text and not isinstance(plain_value(given.value), int):
-            return given.problem(STEPS_FORM, shown(given.value))
-        return given.problem(expected, shown(given.value), _advice(given, kind))
+        expected += f" >= 1, or {AUTO}" if entry.name in AUTOMATIC else ""
+        if is_text and not isinstance(plain_value(entry.value), int):
+            return entry.problem(STEPS_FORM, shown(entry.value))
+        return entry.problem(expected, shown(entry.value), _advice(entry, kind))
 
 
-def _name_or_length_problem(given: FieldValue) -> Problem | None:
-    if isinstance(given.value, str) and len(given.value) > _MOST_TEXT:
-        return given.problem(f"at most {_MOST_TEXT} characters", f"{len(given.value)} of them")
-    if is_known(given.path):
+def _name_or_length_problem(entry: FieldValue) -> Problem | None:
+    if isinstance(entry.value, str) and len(entry.value) > _MOST_TEXT:
+        return entry.problem(f"at most {_MOST_TEXT} characters", f"{len(entry.value)} of them")
+    if is_known(entry.path):
         return None
-    if given.path[0] in ARGS_FIELDS:
-        return given.problem("an argument named with letters, digits and _", repr(given.path[1]))
-    return given.problem(A_FIELD, "", nearest(given.name, FIELD_TYPES))
+    if entry.path[0] in ARGS_FIELDS:
+        return entry.problem("an argument named with letters, digits and _", repr(entry.path[1]))
+    return entry.problem(A_FIELD, "", nearest(entry.name, FIELD_TYPES))
 
 
 @functools.cache
@@ -161,15 +161,15 @@ def shown(value: Any) -> str:
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _advice(given: FieldValue, kind: Any) -> str:
+def _advice(entry: FieldValue, kind: Any) -> str:
     if kind == Args:
-        return f"give each as {given.name}.NAME"
-    if (given.name, given.value) == ("backend", "gloo"):
+        return f"give each as {entry.name}.NAME"
+    if (entry.name, entry.value) == ("backend", "gloo"):
         return OWN_LINKS
     if get_origin(kind) is Literal:
-        return nearest(str(given.value), get_args(kind))
-    if kind is str and isinstance(given.value, (int, float)):
+        return nearest(str(entry.value), get_args(kind))
+    if kind is str and isinstance(entry.value, (int, float)):
         return "quote it"
-    if isinstance(given.value, str) and not isinstance(plain_value(given.value), str):
+    if isinstance(entry.value, str) and not isinstance(plain_value(entry.value), str):
         return "remove the quotes"
     return ""

@@ -102,10 +102,10 @@ def read_matrix(
     if reading.problems:
         raise in_order(reading.problems)
     try:
-        made = cells(axes, cases, jobs.num_slots)
+        expanded = cells(axes, cases, jobs.num_slots)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
-    planned, absent = _checked(reading, path, made, load)
+    planned, absent = _checked(reading, path, expanded, load)
     return Matrix(path, values["name"], values["about"].strip(), axes, planned, absent)
 
 
@@ -195,12 +195,12 @@ def _values(axes: Mapping[str, Axis], name: str) -> Iterable[Any]:
 
 
 def _checked(
-    reading: Reading, path: Path, made: list[Cell], load: Callable[[Document], LoadedScenario]
+    reading: Reading, path: Path, expanded: list[Cell], load: Callable[[Document], LoadedScenario]
 ) -> tuple[tuple[PlannedCell, ...], tuple[Cell, ...]]:
     planned: list[PlannedCell] = []
     absent: list[Cell] = []
     problems: dict[tuple[str, int, int, str], Problem] = {}
-    for cell in made:
+    for cell in expanded:
         try:
             loaded = load(_document(reading, cell))
         except UserError as error:

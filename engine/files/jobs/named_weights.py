@@ -58,8 +58,8 @@ class NamedWeights:
         for entry in manifest.layers:
             stored = folder.layer(manifest, entry.layer).tensors
             names = plain_names(manifest, entry.layer, stored) if is_plain else {name: name for name in stored}
-            for name, kept in names.items():
-                yield NamedTensor(entry.layer, name, stored[kept])
+            for name, tensor in names.items():
+                yield NamedTensor(entry.layer, name, stored[tensor])
 
     def rows(self) -> list[TrajectoryRow]:
         """Returns the hashes of the run's steps, and of those before it that were other runs'."""

@@ -279,10 +279,10 @@ def _as_written(problem: Problem, first: int | None) -> Problem:
 def fitted(loaded: LoadedScenario, kinds: Mapping[str, FaultKind], job: Job, expect: Expect) -> Scenario:
     """Returns a scenario that was loaded `to_attach`, for the job of that run; raises UserError if it does not fit."""
     if loaded.document is None:
-        made = replace(loaded.scenario, job=job, expect=expect)
-        if problems := check_scenario(made, kinds):
+        whole = replace(loaded.scenario, job=job, expect=expect)
+        if problems := check_scenario(whole, kinds):
             raise UserError(problems)
-        return made
+        return whole
     reading = Reading(loaded.document)
     if (scenario := _scenario(reading, kinds, job, ONE_HOST, expect)) is None:
         raise in_order(reading.problems)
@@ -361,8 +361,8 @@ def _wanted(reading: Reading, number: int, raw: object, kinds: Mapping[str, Faul
     if trigger is None or name in bad or any(each.startswith(moment) for each in bad):
         return None
     target_values = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
-    given = {} if kind is None else {each.key: values[each.name] for each in kind.parameters if each.name in values}
-    parameters = {} if kind is None else kind.with_defaults(given)
+    of_kind = {} if kind is None else {each.key: values[each.name] for each in kind.parameters if each.name in values}
+    parameters = {} if kind is None else kind.with_defaults(of_kind)
     return FaultSpec(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
 
 

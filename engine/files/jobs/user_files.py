@@ -70,11 +70,11 @@ def data_files(job: Job) -> tuple[DataFile, ...]:
         StorageError: a file cannot be read.
     """
     texts = (job.data, *(each for each in job.data_args.values() if isinstance(each, str)))
-    kept = {os.path.realpath(each) for each in (job.results, job.checkpoints) if each}
-    return tuple(_described(path) for path in sorted({path for text in texts for path in _paths(text, kept)}))
+    excluded = {os.path.realpath(each) for each in (job.results, job.checkpoints) if each}
+    return tuple(_described(path) for path in sorted({path for text in texts for path in _paths(text, excluded)}))
 
 
-def _paths(text: str, kept: Set[str]) -> Iterator[str]:
+def _paths(text: str, excluded: Set[str]) -> Iterator[str]:
     try:
         mode = os.stat(text).st_mode
     except (OSError, ValueError):  # it is no path
@@ -82,15 +82,15 @@ def _paths(text: str, kept: Set[str]) -> Iterator[str]:
     if stat.S_ISREG(mode):
         yield text
     elif stat.S_ISDIR(mode):
-        yield from islice(_below(text, kept), _MOST_FILES)
+        yield from islice(_below(text, excluded), _MOST_FILES)
 
 
-def _below(folder: str, kept: Set[str]) -> Iterator[str]:
+def _below(folder: str, excluded: Set[str]) -> Iterator[str]:
     with storage_errors("read", Path(folder)):
         for place, folders, files in os.walk(folder, onerror=_raised):
             real = os.path.realpath(place)
             names = (each for each in folders if each[0] != "." and each != "__pycache__")
-            folders[:] = sorted(each for each in names if os.path.join(real, each) not in kept)
+            folders[:] = sorted(each for each in names if os.path.join(real, each) not in excluded)
             yield from filter(os.path.isfile, (os.path.join(place, each) for each in sorted(files)))
 
 

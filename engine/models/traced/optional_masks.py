@@ -115,12 +115,12 @@ def optional_masks(recorder: MaskRecorder) -> Iterator[None]:
     if "sdpa" not in masks or "sdpa" not in attentions or not all(hasattr(masking, name) for name in _DECISIONS):
         yield
         return
-    seen = _SeenMasks(recorder)
+    watch = _SeenMasks(recorder)
     before = {name: getattr(masking, name) for name in _DECISIONS}, masks["sdpa"], attentions["sdpa"]
     try:
         for name, ignores in before[0].items():
-            setattr(masking, name, seen.deciding(ignores))
-        masks["sdpa"], attentions["sdpa"] = seen.making(before[1]), seen.attending(before[2])
+            setattr(masking, name, watch.deciding(ignores))
+        masks["sdpa"], attentions["sdpa"] = watch.making(before[1]), watch.attending(before[2])
         yield
     finally:
         for name, ignores in before[0].items():
@@ -162,7 +162,7 @@ class _SeenMasks:
 
     def attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
         """Returns an attention that is recorded as one operation if its mask may be left out."""
-        taken = {*inspect.signature(attend).parameters, *_READ}
+        names = {*inspect.signature(attend).parameters, *_READ}
 
         def attended(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
@@ -173,7 +173,7 @@ class _SeenMasks:
             if decision is None:
                 return attend(module, query, key, value, mask, **kwargs)
             call = OptionalMaskAttention(attend, module)
-            named = {name: value for name, value in kwargs.items() if name in taken}
+            named = {name: value for name, value in kwargs.items() if name in names}
             return self._recorder.record(call, call, (query, key, value, mask, decision), named)
 
         return attended

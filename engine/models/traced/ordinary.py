@@ -72,8 +72,8 @@ class OutputLoss:
             raise program.blamed(error) from None
 
 
-def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None) -> Model:
-    """Returns the model of pieces of `module`, recorded with the `given` inputs or a microbatch; raises UserError."""
+def ordinary_model(job: Job, data: Data, module: nn.Module, inputs: object = None) -> Model:
+    """Returns the model of pieces of `module`, recorded with `inputs` or a microbatch; raises UserError."""
     refuse_what_cannot_be_kept({0: module})
     if limits := token_limits(module):
         limit_rows(data, limits)
@@ -82,8 +82,8 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     of_output = (path for path in named_metrics(job).values() if path != PERPLEXITY)  # which is made of the loss
     has_metrics = bool(job.predict_args) or any(of_output)
     example = Example(batch, data.facts.form, autocast, has_metrics, job.variable_shapes)
-    if given is not None:
-        example = with_given(module, example, given)
+    if inputs is not None:
+        example = with_given(module, example, inputs)
     traces, splitters, notes = _opened(module, example, job, data)
     try:
         cuts = choose_cuts(job.split, module, traces[0], splitters[0])

@@ -118,8 +118,8 @@ class Splitter:
         written = {memory for number in own for memory in operations[number].written}
         values = (each for each in entering if isinstance(each, TracedValue))
         copied = frozenset(value for value in values if self.trace.memory[value] in written)
-        given = tuple(each for each in entering if isinstance(each, (TracedValue, NamedState)))
-        return PlannedPiece(tuple(operations[number] for number in numbers), given, leaving, copied)
+        inputs = tuple(each for each in entering if isinstance(each, (TracedValue, NamedState)))
+        return PlannedPiece(tuple(operations[number] for number in numbers), inputs, leaving, copied)
 
     def _again(self, own: Iterable[int], leaving: Iterable[TensorSource]) -> set[int]:
         """Returns the constant operations that a piece needs."""
@@ -368,19 +368,19 @@ def _around(trace: Trace, is_chosen: Callable[[str], bool]) -> list[Cut]:
 
 def _joined(cuts: Sequence[Cut], trace: Trace, splitter: Splitter) -> list[Cut]:
     """Returns the cuts that can be made, without those that would leave a piece without weights."""
-    end, kept, before = len(trace.operations), list[Cut](), 0
+    end, joined, before = len(trace.operations), list[Cut](), 0
     for cut in cuts:
         place = place_of(cut, trace) or 0
         if not splitter.has_weights(place, end) or not _fits(place, splitter):
             continue
         if splitter.has_weights(before, place):
-            kept.append(cut)
-        elif kept and len(splitter.crossing(place)) <= len(splitter.crossing(before)):
-            kept[-1] = cut  # an activation stays with the layer before it
+            joined.append(cut)
+        elif joined and len(splitter.crossing(place)) <= len(splitter.crossing(before)):
+            joined[-1] = cut  # an activation stays with the layer before it
         else:
             continue
         before = place
-    return kept
+    return joined
 
 
 def _fits(place: int, splitter: Splitter) -> bool:

@@ -146,13 +146,13 @@ def bound(module: nn.Module, example: Example) -> ForwardCall:
     if isinstance(form, Columns):
         targeted = {*TARGETS} - {*form.names} | {form.target}
         names = [each.name for each in parameters if each.name in targeted]
-        taken = form.taken_by(module.forward, names)
-        if taken.is_dict and form.target:
+        columns = form.taken_by(module.forward, names)
+        if columns.is_dict and form.target:
             target = example.batch.targets[0].clone()
             of_names = zip(form.names, inputs, strict=True)
-            args, _ = taken.chosen(tuple(target if name == form.target else each for name, each in of_names))
+            args, _ = columns.chosen(tuple(target if name == form.target else each for name, each in of_names))
             return ForwardCall(args, {}, inputs, (target,), may_ignore_targets=True)
-        args, kwargs = taken.chosen(inputs)
+        args, kwargs = columns.chosen(inputs)
     else:
         args, kwargs = (inputs, {}) if form is None else unflatten(form, inputs)
         at = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

@@ -313,20 +313,20 @@ def carried(module: nn.Module, attribute: Attribute) -> UnrecordableError:
     return UnrecordableError(words, hint, _line_of(module.get_submodule(path), name), path)
 
 
-def _text(value: object, seen: Set[int]) -> str:
+def _text(value: object, ids: Set[int]) -> str:
     if isinstance(value, Tensor):
         return _text_of_tensor(value)
-    if isinstance(value, _CODE) or id(value) in seen:
+    if isinstance(value, _CODE) or id(value) in ids:
         return ""
-    seen = {*seen, id(value)}
+    ids = {*ids, id(value)}
     if isinstance(value, Mapping):
-        return ",".join(f"{_text(key, seen)}:{_text(each, seen)}" for key, each in value.items())
+        return ",".join(f"{_text(key, ids)}:{_text(each, ids)}" for key, each in value.items())
     if isinstance(value, (list, tuple, Set)):
-        return f"[{','.join(_text(each, seen) for each in value)}]"
+        return f"[{','.join(_text(each, ids) for each in value)}]"
     if isinstance(raw := getattr(value, "tobytes", None), BuiltinFunctionType):
         return _hash_of(raw())
     own: Any = getattr(value, "__dict__", None)
-    return _ADDRESS.sub("", repr(value)) if own is None else _text(own, seen)
+    return _ADDRESS.sub("", repr(value)) if own is None else _text(own, ids)
 
 
 def _text_of_tensor(tensor: Tensor) -> str:

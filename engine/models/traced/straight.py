@@ -78,7 +78,7 @@ def _content(piece: Piece) -> object:
     program, names = piece.program, dict[str, str]()
     text = _VALUE.sub(lambda value: names.setdefault(value[0], f"v{len(names)}"), program.text)
     constants = tuple(_key(each) for name, each in program.run.__globals__.items() if name not in _OF_WRITER)
-    tensors = tuple((name, sizes_of(held)) for holder in piece.holders for name, held in holder.items())
+    tensors = tuple((name, sizes_of(tensor)) for holder in piece.holders for name, tensor in holder.items())
     return text, constants, tensors
 
 

@@ -274,8 +274,8 @@ def _loss(run: RunTables) -> Figure:
     if run.twin_loss:
         lines.append(_line("without the fault", run.twin_loss, run.twin_loss.values(), color=GREY, width=5, dash="dot"))
     lines.append(_line("training", run.steps["step"], run.steps["loss"], color=BLUE, width=2))
-    for colour, (name, found) in zip(cycle(_OF_SETS), run.evaluations.groupby("set", sort=False), strict=False):
-        lines.append(_points(str(name), found["step"], found["loss"], colour))
+    for colour, (name, rows) in zip(cycle(_OF_SETS), run.evaluations.groupby("set", sort=False), strict=False):
+        lines.append(_points(str(name), rows["step"], rows["loss"], colour))
     return _by_step(lines, run, "loss")
 
 

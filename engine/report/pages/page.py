@@ -123,9 +123,9 @@ def drawable(run: RunTables) -> tuple[RunTables, int]:
         return run, 1
     places = np.arange(len(run.steps))
     validated = run.steps["validation_loss"].notna()
-    kept = (places % every == 0) | run.steps["step"].isin(run.actions["step"].unique())
-    kept |= validated & (validated.cumsum() % max(1, every // 10) == 0)
-    steps = run.steps[kept]
+    is_drawn = (places % every == 0) | run.steps["step"].isin(run.actions["step"].unique())
+    is_drawn |= validated & (validated.cumsum() % max(1, every // 10) == 0)
+    steps = run.steps[is_drawn]
     drawn = {*steps["step"]}
     bars = run.bars[run.bars["step"].isin(drawn)]
     twin_loss = {step: loss for step, loss in run.twin_loss.items() if step in drawn}
@@ -154,8 +154,8 @@ def _of_others(actions: pd.DataFrame, run: RunTables) -> pd.Series:
     """Returns for each action whether its worker took over the slot from another worker."""
     slot = ["worker", "pipeline", "stage"]
     since_ms = run.takeovers.groupby(["heir", "pipeline", "stage"])["from_ms"].min()
-    known = pd.MultiIndex.from_frame(actions[slot])
-    begin_ms = pd.Series(since_ms.reindex(known).fillna(np.inf).to_numpy(), index=actions.index)
+    slots = pd.MultiIndex.from_frame(actions[slot])
+    begin_ms = pd.Series(since_ms.reindex(slots).fillna(np.inf).to_numpy(), index=actions.index)
     return (actions["start_ns"] - run.origin_ns) / 1e6 >= begin_ms
 
 
@@ -166,8 +166,8 @@ def _worker(row: Any, run: RunTables) -> dict[str, Any]:
     gained = run.takeovers[run.takeovers["heir"] == row.worker]
     also = []
     for (from_ms, before), rows in gained.groupby(["from_ms", "before"]):
-        taken = slots_text(rows[["pipeline", "stage"]].to_numpy(), run.job)
-        also.append(f"from {from_ms / 1e3:.1f} s also {taken} (of worker {before})")
+        more = slots_text(rows[["pipeline", "stage"]].to_numpy(), run.job)
+        also.append(f"from {from_ms / 1e3:.1f} s also {more} (of worker {before})")
     is_gone = row.state not in ("finished", "stopped", "running")
     heirs = [f"worker {heir}" for heir in dict.fromkeys(lost["heir"])]
     goes_on = f"; {' and '.join(heirs)} took over" if heirs else ""
@@ -208,11 +208,11 @@ def _bars(bars: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
 
 def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
     phases = [[phase, row[f"{phase}_ms"]] for phase in ALL_PHASES if not pd.isna(row[f"{phase}_ms"])]
-    known = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
+    times = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
     if row["outcome"] in NO_WORKER_LOST:
-        known["resume_ms"] = row["begin_ms"]  # nothing was interrupted
+        times["resume_ms"] = row["begin_ms"]  # nothing was interrupted
     texts = {name: str(row[name]) for name in ("what", "verdict", "who", "outcome", "last_action")}
-    return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}
+    return times | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}
 
 
 def _costs(run: RunTables, place: int, row: dict[Any, Any]) -> dict[str, Any]:
@@ -235,10 +235,10 @@ def _heirs(run: RunTables, place: int) -> str:
         return ""  # all workers were restarted
     begins = [*run.recovery["begin_ms"], float("inf")]
     since = run.takeovers["from_ms"]
-    taken = run.takeovers[(since >= begins[place]) & (since < begins[place + 1])]
+    takeovers = run.takeovers[(since >= begins[place]) & (since < begins[place + 1])]
     return "; ".join(
         f"worker {heir}: {slots_text(of[['pipeline', 'stage']].to_numpy(), run.job)}"
-        for heir, of in taken.groupby("heir")
+        for heir, of in takeovers.groupby("heir")
     )
 
 
@@ -249,8 +249,8 @@ def _details(row: dict[Any, Any]) -> Iterator[tuple[str, str, str]]:
     yield "pause", ", detect to replay", _ms(row["pause_ms"])
     yield "", "phases that span hosts, more or less", _ms(row["uncertain_ms"])
     speeds = [row[f"samples_per_s_{when}"] for when in ("before", "during", "after")]
-    known = ["-" if pd.isna(each) else f"{each:,.0f}" for each in speeds]
-    yield "", "samples per second before, during and after", "" if pd.isna(speeds).all() else ", ".join(known)
+    texts = ["-" if pd.isna(each) else f"{each:,.0f}" for each in speeds]
+    yield "", "samples per second before, during and after", "" if pd.isna(speeds).all() else ", ".join(texts)
     yield "", "bytes sent in the plan", _megabytes(row["plan_bytes"])
     yield "", "bytes sent to heal", _megabytes(row["heal_bytes"])
     yield "", "the state came from", row["rung"]

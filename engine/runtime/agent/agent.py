@@ -252,21 +252,21 @@ class Agent:
         self.decide(ProcessExit(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
         self._keys_to_delete.append(member.worker)  # at the next tick: the workers wait for the epoch now
 
-    def decide(self, given: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
+    def decide(self, event: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
         """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
         outputs: tuple[inputs_outputs.CoordinatorOutput, ...] = ()
         with self.failing():
             owners, members = self.node.coordination.owners, self.node.state.members
-            outputs = self.node.handle(given)
+            outputs = self.node.handle(event)
             self._take_monitors()
             if (new := self.node.coordination.owners) is not owners and new != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
             for output in inputs_outputs.recorded_first(outputs) if self.own_host else outputs:
                 self.carry_out(output)
-            known = self.node.state
-            is_other = known.members is not members and known.phase is Phase.FAILING_OVER
-            if is_other and not set(members).issuperset(known.members):
+            state = self.node.state
+            is_other = state.members is not members and state.phase is Phase.FAILING_OVER
+            if is_other and not set(members).issuperset(state.members):
                 self._tasks.ask(self, takes_in=True)
         return outputs
 

@@ -210,9 +210,9 @@ class Checkpoints:
             self._seen = self._keeper.ask("begin", *self._seen, limit_s=limit_s)
             self._begun_by = number
 
-    def _ask(self, name: str, *given: Any, limit_s: float | None = None) -> Any:
+    def _ask(self, name: str, *arguments: Any, limit_s: float | None = None) -> Any:
         self._begin(limit_s)
-        return self._keeper.ask(name, *given, limit_s=limit_s)
+        return self._keeper.ask(name, *arguments, limit_s=limit_s)
 
     def _remove(self, spare: _Spare) -> None:
         if spare.step <= self._not_own:

@@ -71,13 +71,13 @@ class Coordinator:
         status = Put("status", self.state.membership.phase.encode())
         self._transact(Txn((election.fence, unchanged), (*changes, status)))
 
-    def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
+    def handle(self, event: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
         """Applies an input as one transaction and returns the outputs; raises the errors of the machine.
 
         Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written.
         """
-        new, outputs = step(self.state, given)
-        if is_to_be_kept(self.state, new, given, outputs):
+        new, outputs = step(self.state, event)
+        if is_to_be_kept(self.state, new, event, outputs):
             verdicts, now = self._verdicts, new.membership
             if now.epoch != self.state.membership.epoch:
                 verdicts = [*verdicts, (now.epoch, now.reason)][-_MAX_VERDICTS:]
@@ -92,12 +92,12 @@ class Coordinator:
 
     def _foresee_repair(self) -> None:
         """Lets a thread compute what the repair of the open step looks up, once for its schedule and owners."""
-        job, known = self.state.job, self.state.membership
-        began = known.schedule or job.schedule, known.began
-        if began != self._foreseen and known.phase is Phase.RUNNING and job.retains:
+        job, state = self.state.job, self.state.membership
+        began = state.schedule or job.schedule, state.began
+        if began != self._foreseen and state.phase is Phase.RUNNING and job.retains:
             self._foreseen = began
-            given = began[0], job.grid, known.began
-            threading.Thread(target=baseline, args=given, name="baseline", daemon=True).start()
+            key = began[0], job.grid, state.began
+            threading.Thread(target=baseline, args=key, name="baseline", daemon=True).start()
 
     def _transact(self, txn: Txn) -> None:
         outcome = self._kv.transact(txn)
@@ -159,15 +159,15 @@ class Node:
     """This host in the store of one run; its agent is the coordinator. A thread may keep its lease, then `kept`."""
 
     def __init__(
-        self, kv: KV, first: CoordinatorState, now_ns: int, kept: Lease | None = None, ttl_s: int = LEASE_TTL_S
+        self, kv: KV, first: CoordinatorState, now_ns: int, lease: Lease | None = None, ttl_s: int = LEASE_TTL_S
     ):
         self.name = socket.gethostname()
         self._kv = kv
         self._is_out = False
-        self._kept = kept
-        self._lease = kept or kv.grant(ttl_s)
-        candidate = f"{self.name}:{os.getpid()}" + (f":{kept.lease_id:x}" if kept else "")
-        self._election = Election(kv, ROLE, candidate.encode(), ttl_s, kept)
+        self._kept = lease
+        self._lease = lease or kv.grant(ttl_s)
+        candidate = f"{self.name}:{os.getpid()}" + (f":{lease.lease_id:x}" if lease else "")
+        self._election = Election(kv, ROLE, candidate.encode(), ttl_s, lease)
         if not self._election.poll():
             raise CoordinatorUnavailableError("another coordinator holds this run")
         self._coordinator = Coordinator(kv, self._election, first, now_ns)
@@ -185,10 +185,10 @@ class Node:
         """The state of the membership protocol."""
         return self._coordinator.state.membership
 
-    def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
+    def handle(self, event: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
         """Applies an input as one transaction and returns the outputs; raises CoordinatorUnavailableError."""
         with self._in_or_out():
-            return self._coordinator.handle(given)
+            return self._coordinator.handle(event)
 
     def enrol(self, worker: int, pid: int, now: Slots, before: Slots = (), host: str = "") -> None:
         """Writes the key of a worker: its pid, its host if that is not this one, its slots, and those before."""
@@ -207,7 +207,7 @@ class Node:
             now = _slots_of(worker, self.state)
             if worker in self.state.members and now != before:
                 self.enrol(worker, pid, now, before, host)
-        ages = {worker: round((now_ns - seen.heard_ns) / 1e9, 3) for worker, seen in sightings.items()}
+        ages = {worker: round((now_ns - sighting.heard_ns) / 1e9, 3) for worker, sighting in sightings.items()}
         with self._in_or_out():
             self._kv.put("heartbeats", text_of(Heartbeats(now_ns, ages)).encode(), self._lease)
 
@@ -268,9 +268,9 @@ def join_store(
     logs: Path,
     first: CoordinatorState,
     recorder: Recorder,
-    kept: Lease | None = None,
+    lease: Lease | None = None,
 ) -> Node:
-    """Connects this host to the store, or to a private one, until `stack` closes; a thread renews the lease `kept`."""
+    """Connects this host to the store, or to a private one, until `stack` closes; a thread renews `lease`."""
     private = EmbeddedEtcd(logs) if etcd is None else None
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
     if private is not None:
@@ -286,7 +286,7 @@ def join_store(
     recorder.write(StoreRecord(endpoints=endpoints, run_id=run_id, private=private is not None))
     kv = EtcdKV(settings, f"/bamboo/{run_id}/")
     stack.callback(kv.close)
-    node = Node(kv, first, now_ns(), kept, LEASE_TTL_S if private is None else PRIVATE_TTL_S)
+    node = Node(kv, first, now_ns(), lease, LEASE_TTL_S if private is None else PRIVATE_TTL_S)
     if private is None:
         stack.callback(_leave, node, recorder)
     return node

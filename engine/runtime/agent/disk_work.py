@@ -51,9 +51,9 @@ def main(fd: int) -> int:
         heir = heir if number == 1 else f"{heir or run} {number}"
         work = _Work(Job(**plain), place, run, heir, checkpoints_at(place, run=run), claims)
         for line in lines:
-            name, *given = json.loads(line)
+            name, *arguments = json.loads(line)
             try:
-                answer = [WORK[name](work, *given), ""]
+                answer = [WORK[name](work, *arguments), ""]
             except Exception as error:  # training continues
                 answer = [None, str(error) or repr(error)]
             with contextlib.suppress(OSError):  # the launcher is gone
@@ -88,8 +88,8 @@ def _changed_code(work: _Work) -> list[str]:
 def _newest_good(work: _Work, place: str, run: str, step: int | None, before: int | None) -> tuple[Any, ...]:
     good = checkpoints_at(place).newest_good(run, step, refuses=lambda manifest: _too_new(manifest, before))
     manifest = good.manifest
-    known = ("", None) if manifest is None else (manifest.init, plain_of(manifest.monitors))
-    return good.name, known[0], good.refused, known[1]
+    facts = ("", None) if manifest is None else (manifest.init, plain_of(manifest.monitors))
+    return good.name, facts[0], good.refused, facts[1]
 
 
 def _too_new(manifest: Manifest, before: int | None) -> str:

@@ -186,9 +186,9 @@ def _check_sign(sign: WorkerSign) -> None:
         _refuse_unless(isinstance(decode(sign.heartbeat.encode()), HeartbeatMessage), "a heartbeat")
 
 
-def _refuse_unless(is_so: bool, wanted: str) -> None:
+def _refuse_unless(is_so: bool, kind: str) -> None:
     if not is_so:
-        raise InvariantError(f"a frame has something else than {wanted}")
+        raise InvariantError(f"a frame has something else than {kind}")
 
 
 def shipped_frame(parts: Sequence[tuple[ShippedPart, bytes]], *, is_last: bool = False) -> bytes:

@@ -165,9 +165,9 @@ def new_certificate(name: str = NAME, addresses: Sequence[str] = ()) -> RunCerti
     )
 
 
-def network_of(made: RunCertificate, transfers: str) -> dict[str, str]:
+def network_of(certificate: RunCertificate, transfers: str) -> dict[str, str]:
     """Returns what the links between hosts are secured with: nothing in a network that the user trusts."""
-    return {} if transfers == CLEAR else made._asdict()
+    return {} if transfers == CLEAR else certificate._asdict()
 
 
 _HOSTS, _ELECTED, _BEGUN, _REFUSED, _OUTCOME = "hosts/", "elected", "begun", "refused", "outcome"
@@ -283,15 +283,15 @@ class HostRegistry(HostKeys):
                 hint = f"it is at {other.address}; give each host its own name with --node"
                 raise UserError([Problem("--node", "a name that no other host of the run has", self.own.name, hint)])
 
-    def gathered(self, wanted: Sequence[str], number: int, patience_s: float) -> list[RegisteredHost]:
-        """Waits for the hosts of a run, by name if `wanted`, or until one was elected; returns those that came first.
+    def gathered(self, names: Sequence[str], number: int, patience_s: float) -> list[RegisteredHost]:
+        """Waits for the hosts of a run, by name if `names`, or until one was elected; returns those that came first.
 
         Raises EnvironmentLacksError for hosts that are missing or disagree, CoordinatorUnavailableError if a run has
         begun without this host.
         """
         until_s = time.monotonic() + patience_s
         while True:
-            hosts = [each for each in self.hosts() if not wanted or each.name in wanted][:number]
+            hosts = [each for each in self.hosts() if not names or each.name in names][:number]
             begun = self.elected()
             if begun is not None and self.own.name not in begun.hosts:
                 who = f"host {begun.name} at {begun.place} coordinates hosts {', '.join(begun.hosts)}"
@@ -304,7 +304,7 @@ class HostRegistry(HostKeys):
             if entry is not None and self.own.incarnation in (refusal := read(entry.value, Refusal, "refusal")).hosts:
                 raise EnvironmentLacksError(refusal.why)
             if time.monotonic() >= until_s:
-                raise EnvironmentLacksError(_missing(hosts, wanted, number, patience_s))
+                raise EnvironmentLacksError(_missing(hosts, names, number, patience_s))
             rest(_POLL_S)
 
     def _refuse(self, hosts: Sequence[RegisteredHost], why: str) -> NoReturn:
@@ -313,18 +313,18 @@ class HostRegistry(HostKeys):
         self._kv.put(_REFUSED, text_of(refusal).encode(), self._kv.grant(_REFUSED_S))
         raise EnvironmentLacksError(why)
 
-    def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
+    def elect(self, hosts: Sequence[RegisteredHost], place: str, certificate: RunCertificate) -> bool:
         """Tries to make this host the one that coordinates; returns whether it is."""
         names = tuple(each.name for each in hosts)
         lives = tuple(each.incarnation for each in hosts)
-        pair, lease_id = (made.certificate, made.key), self._lease.lease_id
+        pair, lease_id = (certificate.certificate, certificate.key), self._lease.lease_id
         return self._stands(ElectedHost(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
 
-    def succeed(self, before: ElectedHost, place: str, heard: int) -> ElectedHost | None:
-        """Tries to elect this host, which knows `heard` decisions; None if another is elected or the run is over."""
+    def succeed(self, before: ElectedHost, place: str, num_decisions: int) -> ElectedHost | None:
+        """Tries to elect this host, which knows so many decisions; None if another is elected or the run is over."""
         own, lease_id = self.own, self._lease.lease_id
         value = replace(before, name=own.name, incarnation=own.incarnation, place=place, lease_id=lease_id)
-        value = replace(value, heard=heard)
+        value = replace(value, heard=num_decisions)
         return value if self._stands(value) else None
 
     def _stands(self, value: ElectedHost) -> bool:
@@ -345,9 +345,9 @@ class HostRegistry(HostKeys):
 
     def of_run(self, elected: ElectedHost) -> list[RegisteredHost]:
         """Returns the hosts of a run; one that is lost has neither address nor lease."""
-        known = {each.incarnation: each for each in self.hosts()}
+        by_incarnation = {each.incarnation: each for each in self.hosts()}
         pairs = zip(elected.hosts, elected.incarnations, strict=True)
-        return [known.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
+        return [by_incarnation.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
 
     def outlived(self) -> ElectedHost | None:
         """Returns the run that continues without this host, which was lost and has come back; None if there is none."""

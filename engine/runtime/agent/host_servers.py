@@ -379,12 +379,12 @@ class HostServers(Spawner):
     def _others(self) -> list[RemoteSpawner]:
         return [each for each in self._away.values() if each is not self._local]
 
-    def go_on_after(self, heard: ReplicatedResults) -> None:
+    def go_on_after(self, results: ReplicatedResults) -> None:
         """Lets all other hosts keep what this one has heard before; one that lacks too much of it counts as lost."""
-        self._num_decisions = heard.count
+        self._num_decisions = results.count
         for spawner in self._others:
             try:
-                lines = heard.since(spawner.heard)
+                lines = results.since(spawner.heard)
             except CoordinatorUnavailableError as error:
                 self._lose(spawner, f"it lacks results: {error}")
                 continue

@@ -228,16 +228,16 @@ class HostWorkers:
             elif isinstance(header, OutcomeHostMessage):
                 self.outcome = HostOutcome(header.code, header.words)
 
-    def follow(self, chief: str, end: StreamEnd, known: int = 0, *, is_own: bool = False) -> None:
+    def follow(self, chief: str, end: StreamEnd, num_decisions: int = 0, *, is_own: bool = False) -> None:
         """Serves host `chief` from now on, over a new stream, of which `end` is this host's end.
 
-        That host knows the first decisions, `known` of them. If it `is_own`, it records what its workers say itself.
+        That host knows the first `num_decisions` decisions. If it `is_own`, it records what its workers say itself.
         """
         self._chief, self._is_own = chief, is_own
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
         end.send(frame(ProcessesHostMessage(tuple(process.to_plain() for process in living), self.heard.count)))
-        for number, line in self.heard.last_since(known).items():
+        for number, line in self.heard.last_since(num_decisions).items():
             end.send(frame(PastDecisionHostMessage(number), line.encode()))
         for packet in self._taught.packets:
             end.send(frame(PastControlHostMessage(), packet))
@@ -365,10 +365,10 @@ class HostWorkers:
         except EnvironmentLacksError as error:
             self._send(ForkFailedHostMessage(order.process, str(error)))
             return
-        made = LocalProcess(order.process, order.worker, child, link)
-        self._processes[order.process] = made
+        process = LocalProcess(order.process, order.worker, child, link)
+        self._processes[order.process] = process
         self._send(ForkedHostMessage(order.process, child.pid))
-        hear, end = partial(self._hear_worker, made), partial(self._see_end, made)
+        hear, end = partial(self._hear_worker, process), partial(self._see_end, process)
         self._workers.watch(child, link, read=bytes, hear=hear, end=end)
 
     def _hear_worker(self, of: LocalProcess, packet: bytes) -> None:

@@ -128,8 +128,8 @@ class Injector:
         """Records the unconfirmed faults, each with the missing sign."""
         self._take(injection.close)
 
-    def _take(self, rule: Callable[..., Moved], *given: Any) -> None:
-        self.injection, outputs = rule(self.injection, Now(now_ns(), self._state()), *given)
+    def _take(self, rule: Callable[..., Moved], *arguments: Any) -> None:
+        self.injection, outputs = rule(self.injection, Now(now_ns(), self._state()), *arguments)
         for output in outputs:
             self._carry_out(output)
 

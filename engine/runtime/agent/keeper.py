@@ -70,10 +70,10 @@ class Keeper(HelperProcess):
             self.number += 1
             required(self.near, "a keeper has begun").sendall(line([*self._given, self.number]))
 
-    def ask(self, name: str, *given: Any, limit_s: float | None = None) -> Any:
+    def ask(self, name: str, *arguments: Any, limit_s: float | None = None) -> Any:
         """Returns the answer of a function of `disk_work.WORK` in `limit_s`, else is given up; raises StorageError."""
         with self._asking:
-            answer = self._answer(line([name, *given]), limit_s)
+            answer = self._answer(line([name, *arguments]), limit_s)
         if not answer.endswith(b"\n"):
             raise StorageError(self.why or "the process that writes the manifests has ended")
         value, error = json.loads(answer)

@@ -28,19 +28,19 @@ from engine.runtime.process.recorder import Recorder
 
 
 def ask(
-    asked: Rebalancing,
+    before: Rebalancing,
     run: RunState,
-    known: State,
+    state: State,
     recorder: Recorder,
     decide: Callable[[WantedOwners], object],
     *,
     takes_in: bool = False,
 ) -> Rebalancing:
     """Asks if that is due, and records the answer. Returns what was asked; workers that begin again need a new one."""
-    answer = wish(asked, run.job, known, now_ns(), run.times, _memory_of(run.job, known), takes_in=takes_in)
+    answer = wish(before, run.job, state, now_ns(), run.times, _memory_of(run.job, state), takes_in=takes_in)
     if answer.why:
         owners = answer.wanted.owners if answer.wanted else ()
-        recorder.write(PolicyRecord(step=known.committed, why=answer.why, owners=owners))
+        recorder.write(PolicyRecord(step=state.committed, why=answer.why, owners=owners))
     if answer.wanted is not None:
         decide(answer.wanted)
     return answer.asked
@@ -49,20 +49,20 @@ def ask(
 def look_at_memory(
     last: MemoryLook,
     run: RunState,
-    known: State,
+    state: State,
     newcomers: Collection[int],
     decide: Callable[[MemoryShortage], object],
 ) -> MemoryLook:
     """Looks at the memory that newcomers need, if that is due. Returns the look."""
-    look, cramped = look_for_memory(last, run.job, known, newcomers, now_ns(), run.times, _memory_of(run.job, known))
+    look, cramped = look_for_memory(last, run.job, state, newcomers, now_ns(), run.times, _memory_of(run.job, state))
     if cramped is not None:
         decide(cramped)
     return look
 
 
-def _memory_of(job: Job, known: State) -> Callable[[], int | None]:
+def _memory_of(job: Job, state: State) -> Callable[[], int | None]:
     """Returns what reads the free memory for a job's workers, if that of this host is theirs."""
-    is_known = job.device == "cpu" and len({*known.nodes.values()}) < 2
+    is_known = job.device == "cpu" and len({*state.nodes.values()}) < 2
     return _free_bytes if is_known else lambda: None
 
 
@@ -87,8 +87,8 @@ class Newcomers:
         self._late: set[int] = set()
 
     def __contains__(self, worker: int) -> bool:
-        known = self._state()
-        return worker not in known.members and worker not in known.out
+        state = self._state()
+        return worker not in state.members and worker not in state.out
 
     def _all(self) -> list[WorkerHandle]:
         return [member for worker, member in self._members.items() if worker in self]

@@ -64,8 +64,8 @@ class NoticeTarget(Protocol):
 class NoticeSource:
     """One command or URL, and its answers that were not taken."""
 
-    def __init__(self, wanted: NoticeFrom):
-        self.wanted = wanted
+    def __init__(self, source: NoticeFrom):
+        self.wanted = source
         self._ended = threading.Event()
         self._answers: queue.SimpleQueue[NoticeAnswer | str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
@@ -126,31 +126,31 @@ class NoticeSource:
             finally:
                 os.close(writes)
             try:
-                said = self._printed(process.pid, reads)
+                output = self._printed(process.pid, reads)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # its children too; it is not reaped yet
                 code = process.wait()
-            return said if code == 0 else b""
+            return output if code == 0 else b""
         finally:
             os.close(reads)
 
     def _printed(self, pid: int, reads: int) -> bytes:
         """Returns what a command prints until it ends; a child of it that keeps the pipe open does not count."""
-        pidfd, until_s, said, has_ended = os.pidfd_open(pid), time.monotonic() + _COMMAND_S, b"", False
+        pidfd, until_s, output, has_ended = os.pidfd_open(pid), time.monotonic() + _COMMAND_S, b"", False
         try:
             while not (has_ended or self._ended.is_set()):
                 has_ended = is_readable(pidfd, _LOOK_S)
                 with contextlib.suppress(BlockingIOError):
-                    while len(said) <= MOST_BYTES and (part := os.read(reads, MOST_BYTES)):
-                        said += part
-                if len(said) > MOST_BYTES:
+                    while len(output) <= MOST_BYTES and (part := os.read(reads, MOST_BYTES)):
+                        output += part
+                if len(output) > MOST_BYTES:
                     raise OSError(f"it prints more than {MOST_BYTES // 1024} KiB")
                 if not has_ended and time.monotonic() > until_s:
                     raise OSError(f"it took longer than {_COMMAND_S:g} s and was killed")
         finally:
             os.close(pidfd)
-        return said
+        return output
 
     def look(self, agent: NoticeTarget) -> None:
         """Passes on the answers that have come, in the thread of the agent."""
@@ -166,11 +166,11 @@ class NoticeSource:
         state = agent.node.state
         members, waiting = set(state.members), set(state.able_to_join)
         here = {worker: each.child for worker, each in agent.members.items() if each.exit_code is None}
-        given = {worker for worker, child in here.items() if child.pid in self._given}
+        notified = {worker for worker, child in here.items() if child.pid in self._given}
         named = members | waiting if notice.workers is None else {*notice.workers}
-        new, others = named & {*here} - given, waiting - named - given
+        new, others = named & {*here} - notified, waiting - named - notified
         take_over = others and (not new or can_wait_for_joiners(state, agent.grace_ns))
-        if not members <= named | given or take_over:
+        if not members <= named | notified or take_over:
             for worker in sorted(new):
                 self._given.add(here[worker].pid)
                 here[worker].signal(signal.SIGTERM)

@@ -235,9 +235,9 @@ class Orders(HelperProcess):
         super().begin()
         self._near_end.setblocking(False)
 
-    def tell(self, name: str, *given: Any, named: str = RECORD) -> None:
+    def tell(self, name: str, *arguments: Any, named: str = RECORD) -> None:
         """Sends the name of a work and all that it needs, and does not wait; it is `named` if it is not done."""
-        self.send(line([name, False, *given]), named)
+        self.send(line([name, False, *arguments]), named)
 
     def send(self, data: bytes, named: str) -> None:
         """Sends the line of a work, as `tell` does."""
@@ -246,9 +246,9 @@ class Orders(HelperProcess):
                 self._open.append(named)
                 self._send(data)
 
-    def ask(self, name: str, *given: Any, named: str = "", limit_s: float = 0.0) -> Any:
+    def ask(self, name: str, *arguments: Any, named: str = "", limit_s: float = 0.0) -> Any:
         """Returns the answer of a work; raises its error, and StorageError if the disk does not answer in time."""
-        return self.question(name, given, named, limit_s).value
+        return self.question(name, arguments, named, limit_s).value
 
     @property
     def answers(self) -> bool:
@@ -285,10 +285,10 @@ class Orders(HelperProcess):
     def _near_end(self) -> socket.socket:
         return required(self.near, "the scribe has begun")
 
-    def question(self, name: str, given: tuple[Any, ...], named: str, limit_s: float = 0.0) -> _Question:
+    def question(self, name: str, arguments: tuple[Any, ...], named: str, limit_s: float = 0.0) -> _Question:
         """Returns a question that is answered; raises as `ask` does."""
         self._refuse_given_up()
-        begun_s, question = time.monotonic(), self._asked(name, given, named, limit_s)
+        begun_s, question = time.monotonic(), self._asked(name, arguments, named, limit_s)
         while not question.is_answered:
             self._refuse_late()
             if question.limit_s == _AT_ONCE_S and time.monotonic() > begun_s + _AT_ONCE_S:
@@ -302,8 +302,8 @@ class Orders(HelperProcess):
         if self._questions and time.monotonic() - self._questions[0].asked_s > self._questions[0].limit_s:
             self._stop_waiting(self._questions[0].limit_s)
 
-    def _asked(self, name: str, given: tuple[Any, ...], named: str, limit_s: float) -> _Question:
-        question, data = _Question(time.monotonic(), limit_s or LIMIT_S), line([name, True, *given])
+    def _asked(self, name: str, arguments: tuple[Any, ...], named: str, limit_s: float) -> _Question:
+        question, data = _Question(time.monotonic(), limit_s or LIMIT_S), line([name, True, *arguments])
         with self._lock:
             self._open += [named, question] if named else [question]
             self._questions.append(question)

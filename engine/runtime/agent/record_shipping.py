@@ -129,8 +129,8 @@ class RecordShipper:
         """Yields host, name and path of each file that may have more, the events of each host first."""
         folders = [(self._own, self._folder)]
         with contextlib.suppress(FileNotFoundError):
-            kept = sorted(os.listdir(self._folder / HOSTS_FOLDER))
-            folders += [(name, self._folder / HOSTS_FOLDER / name) for name in kept if self._relays(name)]
+            hosts = sorted(os.listdir(self._folder / HOSTS_FOLDER))
+            folders += [(name, self._folder / HOSTS_FOLDER / name) for name in hosts if self._relays(name)]
         for node, folder in folders:
             for file in (EVENTS, *self._step_files(node, folder)):
                 if (node, file) not in self._whole:

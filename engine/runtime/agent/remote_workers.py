@@ -200,10 +200,10 @@ _WAIT_S = 1.0
 class RemoteSpawner(Spawner):
     """The processes of one other host. With `takes_over` that host has processes already, from another coordinator."""
 
-    def __init__(self, known: RegisteredHost, *, takes_over: bool = False):
-        self.host, self.address = known.name, known.address
-        self.known = known
-        self.peer = HostPeer(known.incarnation, self._deliver)
+    def __init__(self, registered: RegisteredHost, *, takes_over: bool = False):
+        self.host, self.address = registered.name, registered.address
+        self.known = registered
+        self.peer = HostPeer(registered.incarnation, self._deliver)
         self.mailbox = HostMailbox()
         self._while_waiting: Callable[[], object] = lambda: None
         self._number = 0
@@ -325,23 +325,23 @@ class RemoteSpawner(Spawner):
             if self.shipper is not None:
                 self.shipper.knows(part.node, part.file, part.begin + part.length)
 
-    def _with(self, process: int, name: str, *given: Any) -> None:
+    def _with(self, process: int, name: str, *arguments: Any) -> None:
         with self._hearing:
             child = self._away.get(process)
             if self._is_early:
-                self._early.append((process, name, given))
+                self._early.append((process, name, arguments))
             elif child is not None:
-                getattr(child, name)(*given)
+                getattr(child, name)(*arguments)
 
-    def adopt(self, taken: ProcessOnHost) -> Started:
+    def adopt(self, inherited: ProcessOnHost) -> Started:
         """Returns a handle of a process that another coordinator has had."""
-        process = RemoteProcess(taken.number, taken.worker, self.peer.end.send, self.mailbox, taken.pid)
+        process = RemoteProcess(inherited.number, inherited.worker, self.peer.end.send, self.mailbox, inherited.pid)
         with self._losing:
-            self._number = max(self._number, taken.number)
-            self._away[taken.number] = process
+            self._number = max(self._number, inherited.number)
+            self._away[inherited.number] = process
             is_lost = self.peer.is_lost
-        if taken.ended or is_lost:
-            process.ended(taken.ended[0] if taken.ended else KILLED, "" if taken.ended else self._why_lost)
+        if inherited.ended or is_lost:
+            process.ended(inherited.ended[0] if inherited.ended else KILLED, "" if inherited.ended else self._why_lost)
         return process, process.link
 
     def end_held(self) -> None:
@@ -360,9 +360,9 @@ class RemoteSpawner(Spawner):
     def hear_again(self) -> None:
         """Lets all come to the handles that has come before them, and from now on all at once."""
         with self._hearing:
-            for number, name, given in self._early:
+            for number, name, arguments in self._early:
                 if (process := self._away.get(number)) is not None:
-                    getattr(process, name)(*given)
+                    getattr(process, name)(*arguments)
             self._early, self._is_early = [], False
 
     def tick(self) -> None:

@@ -178,9 +178,9 @@ class JoinRequests:
                     hands.notify(added[0])
                 return
 
-    def _carry_out(self, asked: Any, state: State, hands: WorkerControls) -> tuple[int, bool] | None:
+    def _carry_out(self, request: Any, state: State, hands: WorkerControls) -> tuple[int, bool] | None:
         """Returns the number of the worker that was started, and whether it joins; None for a notice."""
-        match asked:
+        match request:
             case {"ask": "join", "standby": bool(is_standby), **rest} if not rest:
                 self._check(state, hands)
                 return hands.start(not is_standby), not is_standby

@@ -120,7 +120,7 @@ class RunState:
             self,
             begun=begun,
             losses=self.losses[: max(0, committed - self.begun)],
-            validations={step: found for step, found in self.validations.items() if step <= committed},
+            validations={step: sets for step, sets in self.validations.items() if step <= committed},
             rows=[row for row in self.rows if row.step <= committed],
             epochs=[],
             closed=None,
@@ -343,9 +343,9 @@ class Ending:
         return replace(self, outcome="failed", exit_code=int(error.exit_code), error=cause)
 
 
-def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None, *, is_slow: bool) -> WorkerView:
+def worker_view(member: WorkerHandle, board: ProgressBoard, sighting: Sighting | None, *, is_slow: bool) -> WorkerView:
     """Returns the picture of a worker now."""
-    silent_s, inside_s = (0.0, 0.0) if seen is None else seen.ages_s(now_ns())
+    silent_s, inside_s = (0.0, 0.0) if sighting is None else sighting.ages_s(now_ns())
     return WorkerView(
         member.worker,
         member.child.pid,

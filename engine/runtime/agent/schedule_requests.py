@@ -32,7 +32,7 @@ class ScheduleRequests:
         """Answers one request, if there is one since the last call."""
         for request in self._files.new()[:1]:
             try:
-                wanted = self._wanted(json_of(request.text()), state)
+                change = self._wanted(json_of(request.text()), state)
             except FileNotFoundError:
                 continue  # it was withdrawn
             except Exception as error:  # of any kind: a file of a user must not end the launcher
@@ -40,10 +40,10 @@ class ScheduleRequests:
                 self._files.remove(request)
                 continue
             if self._files.remove(request):
-                decide(wanted)
+                decide(change)
 
-    def _wanted(self, asked: Any, state: State) -> WantedSchedule:
-        match asked:
+    def _wanted(self, request: Any, state: State) -> WantedSchedule:
+        match request:
             case {"schedule": str(name), **rest} if not rest:
                 if state.committed + 1 >= state.last_step:
                     raise ValueError(TOO_LATE)

@@ -53,8 +53,8 @@ class Scribe(Orders):
     def make_run_folder(self, results: str, name: str, say: Callable[[str], None]) -> RunFolder:
         """Makes the folder of a run in `results`, and holds it as used until the end; raises StorageError."""
         self.place = results
-        path, said = self.ask("create", results, name, secrets.token_hex(2), named="the folder of the run")
-        for each in said:
+        path, notes = self.ask("create", results, name, secrets.token_hex(2), named="the folder of the run")
+        for each in notes:
             say(each)
         self.place = path
         return RunFolder(Path(path))

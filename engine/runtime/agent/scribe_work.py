@@ -96,10 +96,10 @@ def serve(pid: int, more: Mapping[str, Duty], fd: int) -> None:
 
 
 def _create(desk: RunWriter, results: str, name: str, hex4: str) -> tuple[str, list[str]]:
-    said: list[str] = []
-    folder = create_run_folder(Path(results), name, datetime.now(), hex4, said.append)
+    notes: list[str] = []
+    folder = create_run_folder(Path(results), name, datetime.now(), hex4, notes.append)
     _use(desk, str(folder.path))
-    return str(folder.path), said
+    return str(folder.path), notes
 
 
 def _use(desk: RunWriter, folder: str) -> None:

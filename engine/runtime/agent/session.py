@@ -133,10 +133,10 @@ def run_session(
             return _broken_off(recorder, job, error, started_at_ns)
 
 
-def _first_ownership(job: Job, given: Ownership, server: Spawner | None, seat: FailoverContext) -> Ownership:
+def _first_ownership(job: Job, ownership: Ownership, server: Spawner | None, seat: FailoverContext) -> Ownership:
     if server is None or not server.host:  # each of several has done so before it came to the others
         refuse_what_this_host_lacks(job)
-    return given if seat.taken else _on_hosts(job, given, server)
+    return ownership if seat.taken else _on_hosts(job, ownership, server)
 
 
 def _on_hosts(job: Job, ownership: Ownership, server: Spawner | None) -> Ownership:
@@ -187,16 +187,16 @@ class _Run:
         begins = _recorded(launch.recorder, origin, before)
         return self._enrolled(launch, launch.start(faults, begins), begins, before)
 
-    def _goes_on(self, launch: LaunchSpec, origin: Resumption | None, taken: InheritedRun) -> Agent:
+    def _goes_on(self, launch: LaunchSpec, origin: Resumption | None, inherited: InheritedRun) -> Agent:
         """Takes over the workers of another host; returns their agent."""
-        group = launch.take_over(taken, origin)
-        agent = self._enrolled(launch, group, origin, results=taken.results)
-        agent.num_notices = taken.notices
-        agent.newcomers.know(taken.place)
-        agent.run_state.notes += agent.injector.take_over(taken.faults, taken.lost)
+        group = launch.take_over(inherited, origin)
+        agent = self._enrolled(launch, group, origin, results=inherited.results)
+        agent.num_notices = inherited.notices
+        agent.newcomers.know(inherited.place)
+        agent.run_state.notes += agent.injector.take_over(inherited.faults, inherited.lost)
         give_slots(group.members.values(), self.node.coordination.ownership)
-        agent.decide(Takeover(now_ns(), lost=taken.lost))  # an epoch begins: all say again what they hold
-        taken.hear_again()
+        agent.decide(Takeover(now_ns(), lost=inherited.lost))  # an epoch begins: all say again what they hold
+        inherited.hear_again()
         return agent
 
     def _enrolled(
@@ -326,12 +326,12 @@ def _end(agent: Agent, member: WorkerHandle, code: int) -> None:
     member.release()
 
 
-def _look_at(server: Spawner, agent: Agent, known: int) -> int:
-    """Records the end of the `known` fork server and the start of another; returns the present pid, 0 for none."""
+def _look_at(server: Spawner, agent: Agent, before: int) -> int:
+    """Records the end of the fork server `before` and the start of another; returns the present pid, 0 for none."""
     now = 0 if server.has_ended() else server.pid
-    if known not in (0, now):
-        agent.recorder.write(ForkServerEndedRecord(child=known))
-    if now not in (0, known):
+    if before not in (0, now):
+        agent.recorder.write(ForkServerEndedRecord(child=before))
+    if now not in (0, before):
         agent.recorder.write(ForkServerRecord(child=now))
     return now
 
@@ -372,26 +372,26 @@ class PeriodicTasks(AgentTasks):
         if not agent.is_stopping:
             self._schedules.look(agent.node.state, agent.decide)
             self._adapt(agent)
-            run, known, newcomers = agent.run_state, agent.node.state, agent.newcomers.numbers
-            self._memory = look_at_memory(self._memory, run, known, newcomers, agent.decide)
+            run, state, newcomers = agent.run_state, agent.node.state, agent.newcomers.numbers
+            self._memory = look_at_memory(self._memory, run, state, newcomers, agent.decide)
         self.ask(agent)
 
     def ask(self, agent: Agent, *, takes_in: bool = False) -> None:
         """Asks the policy of an elastic job; `takes_in`: a verdict takes workers in, and no answer to it is heard."""
         if self._job.elastic and not agent.is_stopping:
-            run, known = agent.run_state, agent.node.state
-            self._asked = ask(self._asked, run, known, agent.recorder, agent.decide, takes_in=takes_in)
+            run, state = agent.run_state, agent.node.state
+            self._asked = ask(self._asked, run, state, agent.recorder, agent.decide, takes_in=takes_in)
 
     def _adapt(self, agent: Agent) -> None:
         """Asks for another schedule, if the job adapts it and the measured times make one quicker."""
         if not self._job.adapt_schedule:
             return
-        known = agent.node.state
-        self._look, wanted = look(self._look, self._job, known, agent.run_state.times, now_ns())
-        if wanted is not None:
-            why = f"schedule {wanted.schedule or OWN}: {wanted.why}"
-            agent.recorder.write(PolicyRecord(step=known.committed, why=why, owners=()))
-            agent.decide(wanted)
+        state = agent.node.state
+        self._look, change = look(self._look, self._job, state, agent.run_state.times, now_ns())
+        if change is not None:
+            why = f"schedule {change.schedule or OWN}: {change.why}"
+            agent.recorder.write(PolicyRecord(step=state.committed, why=why, owners=()))
+            agent.decide(change)
 
 
 def _controls(agent: Agent, group: WorkerGroup) -> WorkerControls:

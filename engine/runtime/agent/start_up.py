@@ -105,22 +105,22 @@ class LaunchSpec:
             crew.welcome(member)
         return crew
 
-    def take_over(self, taken: InheritedRun, origin: Resumption | None) -> WorkerGroup:
+    def take_over(self, inherited: InheritedRun, origin: Resumption | None) -> WorkerGroup:
         """Returns the workers of a run that another host has coordinated; they go on."""
-        workers = [each.worker for each in taken.processes]
+        workers = [each.worker for each in inherited.processes]
         board = ProgressBoard.create(max(workers, default=0) + 1)
         self.stack.callback(board.close)
-        struck = taken.faults.struck
+        struck = inherited.faults.struck
         waiting = tuple(each for each in self.faults if each.id not in struck)
-        welcome = next(iter(taken.welcomes.values()), self._told((), origin))  # none is there if no worker lives
+        welcome = next(iter(inherited.welcomes.values()), self._told((), origin))  # none is there if no worker lives
         welcome = replace(welcome, faults=tuple(map(to_plain, waiting)))
-        crew = WorkerGroup(self, board, (), welcome, {}, taken.last)
+        crew = WorkerGroup(self, board, (), welcome, {}, inherited.last)
         self.stack.callback(close_workers, crew.members)
         self.numbers.update(workers)
-        for process in taken.processes:
+        for process in inherited.processes:
             log = self.logs / f"worker-{process.worker}.log"
             member = WorkerHandle(process.worker, (), *process.adopt(), log, "running", host=process.host)
-            member.local_rank = taken.welcomes.get(process.worker, welcome).local_rank
+            member.local_rank = inherited.welcomes.get(process.worker, welcome).local_rank
             crew.members[process.worker] = member
         return crew
 

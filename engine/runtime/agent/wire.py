@@ -243,7 +243,7 @@ class HostPeer:
 class WireServer:
     """Listens on `address` for the streams of hosts, as a context; `port` is chosen by the kernel."""
 
-    def __init__(self, address: str, made: RunCertificate, say: Callable[[str], None] = lambda words: None):
+    def __init__(self, address: str, certificate: RunCertificate, say: Callable[[str], None] = lambda words: None):
         """`say` is called for each stream that is refused."""
         self._peers: dict[str, HostPeer] = {}
         self._say, self._num_told, self._telling = say, 0, threading.Lock()
@@ -252,8 +252,8 @@ class WireServer:
         self._server = grpc.server(self._pool, options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._join)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
-        pair = ((made.key.encode(), made.certificate.encode()),)
-        own = made.certificate.encode()
+        pair = ((certificate.key.encode(), certificate.certificate.encode()),)
+        own = certificate.certificate.encode()
         credentials = grpc.ssl_server_credentials(pair, own, require_client_auth=True)
         where = f"[{address}]" if ":" in address else address
         try:
@@ -350,7 +350,7 @@ class WireClient:
         name: str,
         incarnation: str,
         place: str,
-        made: RunCertificate,
+        certificate: RunCertificate,
         deliver: Deliver,
         on_end: Callable[[], None] = lambda: None,
     ):
@@ -358,8 +358,8 @@ class WireClient:
         self.peer = HostPeer(incarnation, deliver, read_from_coordinator)
         self._on_end = on_end
         self._name, self._place = name, place
-        own = made.certificate.encode()
-        self._credentials = grpc.ssl_channel_credentials(own, made.key.encode(), own)
+        own = certificate.certificate.encode()
+        self._credentials = grpc.ssl_channel_credentials(own, certificate.key.encode(), own)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()

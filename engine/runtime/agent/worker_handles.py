@@ -109,8 +109,8 @@ def start_worker(
 
 def free_rank(members: Iterable[WorkerHandle], host: str) -> int:
     """Returns the local rank of one more worker of a host: a worker that has ended leaves its own, and its GPU."""
-    taken = {each.local_rank for each in members if each.exit_code is None and each.host == host}
-    return next(rank for rank in count() if rank not in taken)
+    ranks = {each.local_rank for each in members if each.exit_code is None and each.host == host}
+    return next(rank for rank in count() if rank not in ranks)
 
 
 def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:

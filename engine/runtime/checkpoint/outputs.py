@@ -59,7 +59,7 @@ def merged_outputs(folder: Path, dims: Sequence[int | None] = (0,)) -> dict[str,
     from safetensors import safe_open
 
     chunks: list[list[Tensor]] = []
-    rows = taken = 0
+    rows = num_taken = 0
     for number in itertools.count():
         path = _file_of(folder, number)
         if not path.exists():
@@ -68,10 +68,10 @@ def merged_outputs(folder: Path, dims: Sequence[int | None] = (0,)) -> dict[str,
             facts = file.metadata()
             rows, size = int(facts["rows"]), int(facts["size"])
             tensors = [file.get_tensor(str(place)) for place in range(len(file.keys()))]
-        here = min(size, rows - taken)
+        here = min(size, rows - num_taken)
         chunks.append([_chunk(place, each, dims, size, here) for place, each in enumerate(tensors)])
-        taken += here
-        if taken >= rows:
+        num_taken += here
+        if num_taken >= rows:
             break
     merged = {}
     for place, parts in enumerate(zip(*chunks, strict=True)):

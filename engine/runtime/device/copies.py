@@ -119,7 +119,7 @@ class StreamCopies(Copies):
         """`left` is called after each copy to the host."""
         self._place = place
         self._sending, self._receiving = torch.cuda.Stream(place), torch.cuda.Stream(place)
-        self._leaving, self._open = _Queue(), _Open()
+        self._leaving, self._open = _Queue(), _CopyCount()
         args = (place, self._leaving, self._open, left)
         threading.Thread(target=_give_on, args=args, name="copies to the host", daemon=True).start()
         weakref.finalize(self, self._leaving.put, None)
@@ -213,7 +213,7 @@ class _Item(NamedTuple):
 _Queue = queue.SimpleQueue[_Item | None]
 
 
-class _Open:
+class _CopyCount:
     """The number of copies in progress."""
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class _Open:
             self.num += more
 
 
-def _give_on(place: torch.device, leaving: _Queue, is_open: _Open, left: Callable[[], None]) -> None:
+def _give_on(place: torch.device, leaving: _Queue, is_open: _CopyCount, left: Callable[[], None]) -> None:
     """Passes on each copy once it is complete; the thread keeps no copies of a worker that has ended alive."""
     torch.cuda.set_device(place)
     while (item := leaving.get()) is not None:

@@ -235,8 +235,8 @@ _BY = Parameter("by", "duration", "how much later each frame arrives", required=
 )
 def cut_link(context: WorkerFaultContext) -> None:
     """Cuts the connection to the peer, if it is a member of the worker's group."""
-    given = context.parameters
-    peer, direction, for_ns = int(given["peer"]), str(given["direction"]), given.get("for_ns")
+    parameters = context.parameters
+    peer, direction, for_ns = int(parameters["peer"]), str(parameters["direction"]), parameters.get("for_ns")
 
     def met(way: str) -> None:
         context.tell(f"the connection to worker {peer} is cut ({direction}): it held up a message {way}")
@@ -271,9 +271,9 @@ def reset_link(context: WorkerFaultContext) -> None:
 
 
 def _disturb(context: WorkerFaultContext, kind: Any) -> None:
-    given = dict(context.parameters)
-    peer = int(given.pop("peer"))
-    fields: dict[str, Any] = given
+    parameters = dict(context.parameters)
+    peer = int(parameters.pop("peer"))
+    fields: dict[str, Any] = parameters
 
     def met(there: int, back: int) -> None:
         context.tell(f"the {kind} of the link to worker {peer} met {counted(there, 'frame')} there and {back} back")
@@ -373,12 +373,12 @@ def hang(context: WorkerFaultContext) -> None:
     """Waits inside an action, with or without the GIL."""
     for_ns = context.parameters.get("for_ns")
     seconds = _FOREVER_S if for_ns is None else int(for_ns) / 1e9
-    held = context.parameters["gil"] == "held"
+    holds_gil = context.parameters["gil"] == "held"
     context.tell(f"hangs with the GIL {context.parameters['gil']}")
     with context.control.busy():
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
-            if held:
+            if holds_gil:
                 # PyDLL keeps the GIL during the call.
                 ctypes.PyDLL(None).poll(None, 0, round(left_s * 1000))
             else:

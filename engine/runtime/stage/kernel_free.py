@@ -34,34 +34,34 @@ class KernelFree(OperationMode):
         """Says whether the content of this tensor is that of a real forward: a single number that the code names."""
         storage = tensor.untyped_storage()
         is_single = tensor.dim() == 0 and storage.nbytes() == tensor.itemsize
-        return is_single and storage.data_ptr() not in {kept.data_ptr() for kept in self._kept}
+        return is_single and storage.data_ptr() not in {each.data_ptr() for each in self._kept}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Returns what the op returns, without its content."""
-        given, schema = dict(kwargs or {}), func._schema
+        arguments, schema = dict(kwargs or {}), func._schema
         if torch.Tag.data_dependent_output in func.tags:
             raise ContentNeededError(f"{schema.name} looks at the content of a tensor")
-        tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
+        tensors = [each for each in tree_leaves((args, arguments)) if isinstance(each, Tensor)]
         is_any = torch.Tag.nondeterministic_seeded in func.tags or schema.name.startswith("aten::empty")
         if _is_view(func) or not (tensors or is_any) or not any("Tensor" in str(each.type) for each in schema.returns):
-            return func(*args, **given)
+            return func(*args, **arguments)
         if schema.is_mutable:
-            written = [_written(schema, each, args, given) for each in schema.returns]
+            written = [_written(schema, each, args, arguments) for each in schema.returns]
             return written[0] if len(written) == 1 else tuple(written)
-        place = given.get("device") or next((each.device for each in tensors if each.dim()), None)
+        place = arguments.get("device") or next((each.device for each in tensors if each.dim()), None)
         place = place or (tensors[0].device if tensors else torch.get_default_device())
-        if "device" in given or any(each.name == "device" for each in schema.arguments):
-            given["device"] = "meta"
-        made = _shapes_of(func, args, given)
-        return tree_map(lambda value: self._allocated(value, place) if isinstance(value, Tensor) else value, made)
+        if "device" in arguments or any(each.name == "device" for each in schema.arguments):
+            arguments["device"] = "meta"
+        shapes = _shapes_of(func, args, arguments)
+        return tree_map(lambda value: self._allocated(value, place) if isinstance(value, Tensor) else value, shapes)
 
     def _allocated(self, like: Tensor, place: torch.device) -> Tensor:
-        made = allocated(like.size(), like.stride(), like.dtype, place, int(like.storage_offset()))
-        storage = made.untyped_storage()
+        tensor = allocated(like.size(), like.stride(), like.dtype, place, int(like.storage_offset()))
+        storage = tensor.untyped_storage()
         self._kept += [storage] if storage.nbytes() <= _OF_A_NUMBER else []
-        return made
+        return tensor
 
 
 def allocated(
@@ -79,11 +79,11 @@ def _is_view(func: Any) -> bool:
     return is_alias or torch.Tag.inplace_view in func.tags
 
 
-def _written(schema: Any, returned: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+def _written(schema: Any, returned: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Any:
     """Returns the argument that an op returns when it has written to it."""
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.before_set == returned.alias_info.before_set:
-            return args[number] if number < len(args) else given[argument.name]
+            return args[number] if number < len(args) else arguments[argument.name]
     raise ContentNeededError(f"{schema.name} writes to an argument, and returns another tensor")
 
 
@@ -91,13 +91,13 @@ _shapes: dict[Any, Any] = {}  # by op and arguments: layers of a kind ask the sa
 _MOST_SHAPES = 10_000
 
 
-def _shapes_of(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
-    leaves, form = tree_flatten((args, given))
+def _shapes_of(func: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Any:
+    leaves, form = tree_flatten((args, arguments))
     key = (func, str(form), tuple(map(_described, leaves)))
     if key not in _shapes:
         if len(_shapes) > _MOST_SHAPES:
             _shapes.clear()
-        _shapes[key] = func(*tree_map(_without_content, args), **tree_map(_without_content, given))
+        _shapes[key] = func(*tree_map(_without_content, args), **tree_map(_without_content, arguments))
     return _shapes[key]
 
 

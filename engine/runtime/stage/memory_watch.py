@@ -114,8 +114,8 @@ class MemoryWatch:
 
     def _predicted(self, ownership: Ownership, actions: Sequence[Action]) -> int:
         """Returns the prediction; 0 if a stage was not tried here, such as that of a later replica."""
-        held = {stage for _, stage in ownership.held_by(self._worker)}
-        if not held <= self._tried.keys():
+        stages = {stage for _, stage in ownership.held_by(self._worker)}
+        if not stages <= self._tried.keys():
             return 0
         sizes = {
             index: StageBytes(0, 0, 0, 0, 0, sum(spec.num_bytes for spec in border))

@@ -39,12 +39,12 @@ def hash_rows(replica: Stage, device: Device, inside_of: int | None = None) -> I
     The next step may have begun in a pipeline, `inside_of`: then the buffers are those that are kept of the boundary,
     if any are.
     """
-    kept = {}
+    copies = {}
     if inside_of is not None and replica.boundary:
-        kept = named_copies(replica.layers, replica.boundary[inside_of])
+        copies = named_copies(replica.layers, replica.boundary[inside_of])
     for layer, module in replica.layers.items():
         with device.waiting():
-            buffers = kept.get(layer) or module.named_buffers()
+            buffers = copies.get(layer) or module.named_buffers()
             yield row_of(layer, buffers, marked_hash(replica.optimizers[layer].state_tensors()))
 
 

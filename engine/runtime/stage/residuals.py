@@ -85,12 +85,12 @@ class _Form:
 def saved_places(segment: Segment) -> list[SavedPlace]:
     """Returns the places of the tensors that a segment's graph has saved, without those of the user's backwards."""
     nodes: list[Any] = [output.grad_fn for output in segment.outputs if output.grad_fn is not None]
-    known = set(nodes)
+    numbers = set(nodes)
     places: list[SavedPlace] = []
     for node in nodes:  # it grows while it is walked
-        following = [each for each, _ in node.next_functions if each is not None and each not in known]
+        following = [each for each, _ in node.next_functions if each is not None and each not in numbers]
         nodes += dict.fromkeys(following)
-        known.update(following)
+        numbers.update(following)
         kind: Any = type(node)
         if not hasattr(kind, "_forward_cls"):
             places += [place for name in _names_of(kind)[0] for place in _places(node, name)]
@@ -165,10 +165,10 @@ class _Rebuilding:
 
     def model(self, key: object, make: Callable[[], Segment]) -> _Form:
         """Returns the form of a graph, made the first time for this key; raises CannotTravelError for hooks too."""
-        if (known := self._models.get(str(key))) is None:
-            known = self._models[str(key)] = _form_of(make(), self.weights)
-            list(map(_refuse_hooks, known.places))
-        return known
+        if (form := self._models.get(str(key))) is None:
+            form = self._models[str(key)] = _form_of(make(), self.weights)
+            list(map(_refuse_hooks, form.places))
+        return form
 
     def _leaves(self, specs: Sequence[Sequence[Any]]) -> Tensors:
         leaves = tuple(_leaf(spec, self.stage) for spec in specs)
@@ -478,10 +478,10 @@ def _unpacked(stage: Stage, header: Mapping[str, Any], tensors: Sequence[Tensor]
             template = snapshot_of(modules_of(stage.layers[index] for index in indices))
             groups.append(Checkpoint(inputs, filled(template, (tensors[number] for number in entry["buffers"]))))
         else:
-            made = [rebuilding.layer(index, each["inputs"]) for index, each in zip(indices, entry, strict=True)]
-            for segment, each in zip(made, entry, strict=True):
+            layers = [rebuilding.layer(index, each["inputs"]) for index, each in zip(indices, entry, strict=True)]
+            for segment, each in zip(layers, entry, strict=True):
                 _fill(segment, each, tensors, rebuilding)
-            groups.append(made)
+            groups.append(layers)
     residual = Residual(groups, ())
     if (loss := header["loss"]) is not None:
         residual.counts = targets, weight = _counts(loss, tensors)

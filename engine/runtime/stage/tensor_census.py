@@ -79,21 +79,21 @@ class TensorCensus:
     def count(self) -> BySlot:
         """Returns the bytes of the tensors that are here now."""
         stages = self._replicas.stages
-        held = {slot: self._of_stage(stage) for slot, stage in stages.items()}
+        by_slot = {slot: self._of_stage(stage) for slot, stage in stages.items()}
         for value, tensors, stays in self._values.held():
             slot = self._slot_of(value)
             if slot is not None and not _is_in_stash(value, stages.get((value.pipeline, value.stage))):
                 size = num_bytes(tensors_of(tensors))
-                held[slot] = held[slot].plus(TensorBytes(retained=size) if stays else TensorBytes(transfer=size))
+                by_slot[slot] = by_slot[slot].plus(TensorBytes(retained=size) if stays else TensorBytes(transfer=size))
         counted = {grad.data_ptr() for stage in stages.values() for grad in _accumulators(stage)}
         for slot, entry in self._entries():
             for gradient in (each for named in entry.gradients.values() for each in named.values()):
-                if gradient.data_ptr() not in counted and slot in held:
+                if gradient.data_ptr() not in counted and slot in by_slot:
                     counted.add(gradient.data_ptr())
-                    held[slot] = held[slot].plus(TensorBytes(transfer=gradient.nbytes))
+                    by_slot[slot] = by_slot[slot].plus(TensorBytes(transfer=gradient.nbytes))
         for slot, streamed in self._streams.held():
-            held[slot] = held[slot].plus(TensorBytes(accumulators=num_bytes(streamed)))
-        return held
+            by_slot[slot] = by_slot[slot].plus(TensorBytes(accumulators=num_bytes(streamed)))
+        return by_slot
 
     def _of_stage(self, stage: Stage) -> TensorBytes:
         state = self._state.get(id(stage))

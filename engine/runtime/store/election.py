@@ -18,12 +18,12 @@ RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 class Election:
     """One candidate for a key; `value` is unique among the candidates. The caller renews a `kept` lease."""
 
-    def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int, kept: Lease | None = None):
+    def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int, lease: Lease | None = None):
         self.key = key
         self._kv = kv
         self._value = value
         self._ttl_s = ttl_s
-        self._kept = kept
+        self._kept = lease
         self._lease: Lease | None = None
 
     @property

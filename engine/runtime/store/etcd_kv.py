@@ -153,27 +153,31 @@ class EtcdCalls:
         self.check_process()
         until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
         came: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        asked, num_sent = set[Endpoint | SocketEndpoint](), 0  # those that have not answered yet
+        endpoints, num_sent = set[Endpoint | SocketEndpoint](), 0  # those that have not answered yet
         while True:
             if self._has_lost and method not in _ANY_ORDER:
                 read = rpc.RangeRequest(key=(self._root or "/bamboo/").encode(), keys_only=True)
                 self.ask("Range", read, until_s - time.monotonic())
             timeout_s = self._timeout_s(until_s - time.monotonic())
-            due = [each for each in self._settings.endpoints if each not in asked] if self._has_lost else [self._next()]
+            due = (
+                [each for each in self._settings.endpoints if each not in endpoints]
+                if self._has_lost
+                else [self._next()]
+            )
             num_sent += len(due)
-            asked.update(due)
+            endpoints.update(due)
             with breakable():
-                if len(asked) == 1:
+                if len(endpoints) == 1:
                     self._attempt(due[0], method, request, timeout_s, came)
                 else:
                     for endpoint in due:
-                        given = (endpoint, method, request, timeout_s, came)
-                        threading.Thread(target=self._attempt, args=given, name="etcd", daemon=True).start()
+                        call = (endpoint, method, request, timeout_s, came)
+                        threading.Thread(target=self._attempt, args=call, name="etcd", daemon=True).start()
                 try:
                     answer = came.get(timeout=max(0.0, until_s - time.monotonic()) + PAUSE_S)
                 except queue.Empty:  # one that logs in
                     raise self._unavailable("it is too slow") from None
-            asked.discard(answer.endpoint)
+            endpoints.discard(answer.endpoint)
             if answer.error is None:
                 self._turn, self._has_lost = self._settings.endpoints.index(answer.endpoint), False
                 return answer.reply, num_sent > 1

@@ -26,7 +26,7 @@ from engine.core.messages import LinkMessage, LinkWantedMessage
 from engine.runtime.process.control import Control
 from engine.runtime.transport.host_door import GREET_S, HostDoor
 from engine.runtime.transport.link_wire import Met, Wire
-from engine.runtime.transport.peer_link import Ends, InRing, Lacks, OutRing, PeerLink, Posted, host_room
+from engine.runtime.transport.peer_link import Ends, InRing, Lacks, OutRing, PeerLink, PostedReceive, host_room
 
 _NEVER = (0, 0.0)
 
@@ -57,7 +57,7 @@ class Links:
         self._links: dict[int, PeerLink] = {}
         self._making = threading.RLock()  # if two threads created the same link, one would lose its message
         self._main = threading.get_ident()
-        self._mailbox: Mailbox[Posted, memoryview] = Mailbox()
+        self._mailbox: Mailbox[PostedReceive, memoryview] = Mailbox()
         self.party: Party | None = None  # the current group
         self._newest: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was announced
         self._ended: dict[int, int] = {}  # peer -> number of its newest closed link
@@ -96,7 +96,7 @@ class Links:
         self._adopt_given()
         return self._mailbox.take_early(source, key)
 
-    def post(self, source: int, key: int, receive: Posted, room: memoryview) -> None:
+    def post(self, source: int, key: int, receive: PostedReceive, room: memoryview) -> None:
         """Posts a receive with memory for its message; raises TransferFailedError if the link is closed."""
         self._mailbox.post(source, key, receive, room)
         if (link := self._links.get(source)) is not None and link.is_broken:

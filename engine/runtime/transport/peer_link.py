@@ -135,7 +135,7 @@ _PADDING = bytes(64)
 Lacks = Literal["", "socket", "ring"]
 
 
-class Posted(Protocol):
+class PostedReceive(Protocol):
     """A receive that is posted."""
 
     def arrives(self, source: int, room: memoryview) -> None:
@@ -196,7 +196,7 @@ class PeerLink:
     def __init__(
         self,
         peer: int,
-        mailbox: Mailbox[Posted, memoryview],
+        mailbox: Mailbox[PostedReceive, memoryview],
         room_of: Callable[[int], memoryview],
     ):
         self.peer = peer

@@ -134,8 +134,8 @@ class Executor:
         self.offloads = ResidualOffloads(context.replicas, self.value_store)
         self._steps_with_copies = 0
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
-        held = context.replicas, self.value_store, self.streams, self.end.entries
-        self._census = TensorCensus(*held, self._write)
+        parts = context.replicas, self.value_store, self.streams, self.end.entries
+        self._census = TensorCensus(*parts, self._write)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._core_waits = CoreWaits() if device.is_host else None
@@ -340,9 +340,9 @@ class Executor:
         is_sliced = self.context.job.slices > 1  # a later slice reads the states in the residual of an earlier one
         offers = self._offer_residuals(left_ns) if left_ns and not is_sliced else ResidualOffers()
         stages = {slot: self.context.replicas.stages[slot] for slot in self.context.replicas.whole()}
-        kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
-        kept += [Value(Kind.CARRY, *slot, each) for slot, stage in stages.items() for each in stage.carries]
-        kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
+        values = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
+        values += [Value(Kind.CARRY, *slot, each) for slot, stage in stages.items() for each in stage.carries]
+        values += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
         return Inventory(
             self.context.worker,
             self.step,
@@ -350,7 +350,7 @@ class Executor:
             {slot: stage.counted for slot, stage in stages.items()},
             {slot: stage.added for slot, stage in stages.items()},
             tuple(slot for slot in stages if slot in self.end.logged),
-            ValueRuns([*self.value_store.values(), *kept]),
+            ValueRuns([*self.value_store.values(), *values]),
             offers.saved,
             offers.stuck,
             self._plane.rates() if offers.saved else {},
@@ -406,9 +406,9 @@ class Executor:
         if not replica.is_last:
             gradients = self.value_store.consume(needed(action, Kind.GRADIENT))
         run = replica.backward if action.op is Op.B else replica.backward_input
-        made = run(step, microbatch, gradients)
+        outgoing = run(step, microbatch, gradients)
         if stage > 0:
-            self.value_store.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), made)
+            self.value_store.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), outgoing)
         if action.op is Op.B:
             self._loader.check_used(step, action)
 

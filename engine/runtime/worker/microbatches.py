@@ -347,10 +347,10 @@ class MicrobatchLoader:
         if is_due(self._job.audit, step, step == self._job.steps - 1) and microbatch < _MOST_MARKED:
             inputs, targets = _mark(batch.inputs), _mark(batch.targets)
             mark = inputs + targets
-            known = self._marks.setdefault((pipeline, stage), {}).setdefault(microbatch, mark)
-            if known != mark and self._job.check_pure:
+            first = self._marks.setdefault((pipeline, stage), {}).setdefault(microbatch, mark)
+            if first != mark and self._job.check_pure:
                 name, how = named(microbatch, pipeline, step), "when they are loaded again"
-                raise UserError([another(self._job.data, name, (known, mark), how)])
+                raise UserError([another(self._job.data, name, (first, mark), how)])
             of_first, of_last = [(batch.inputs, inputs)], [(batch.targets, targets)]
             used = of_first * (stage == 0) + of_last * (stage == self._job.slots - 1)
             self._used[pipeline, stage, action.microbatch] = used

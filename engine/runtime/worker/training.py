@@ -63,17 +63,17 @@ class WorkerProtocol:
         self._control, self._carry_out_aside = control, carry_out_aside
         self._lock = threading.Lock()
 
-    def feed(self, given: Input) -> tuple[Output, ...]:
+    def feed(self, event: Input) -> tuple[Output, ...]:
         """Returns the outputs of an input, for the main thread, which calls this."""
         with self._lock:
-            self.state, outputs = step(self.state, given)
+            self.state, outputs = step(self.state, event)
         self._control.accepted = self.state.epoch
         return outputs
 
-    def feed_aside(self, given: Input) -> None:
+    def feed_aside(self, event: Input) -> None:
         """Feeds an input that does not concern the main thread, in any thread."""
         with self._lock:
-            self.state, outputs = step(self.state, given)
+            self.state, outputs = step(self.state, event)
         for output in outputs:
             self._carry_out_aside(output)
 
@@ -157,23 +157,23 @@ class PlannerThread:
             self._prepared.append((plan, self.worker_program(plan)))
             context.recorder.write(PreparedRecord(epoch=message.plan.epoch))
             self._protocol.feed_aside(PlanPrepared(message.number, plan))
-            kept = self._protocol.state.prepared
-            self._prepared = [each for each in self._prepared if any(each[0] is other for other in kept)]
+            prepared = self._protocol.state.prepared
+            self._prepared = [each for each in self._prepared if any(each[0] is other for other in prepared)]
 
-    def plan_next_step(self, given: PlanNextStep) -> None:
+    def plan_next_step(self, order: PlanNextStep) -> None:
         """Starts to plan the step after the one that is about to begin."""
-        before = given.ownership
+        before = order.ownership
 
         def plan() -> NextStep:
-            with self._turn_in(given.step):
+            with self._turn_in(order.step):
                 ownership = healed(
                     before,
                     self._context.job.redundancy,
                     self._context.job.redundancy_level,
-                    given.members,
-                    given.leaving,
-                    given.wanted,
-                    given.hosts,
+                    order.members,
+                    order.leaving,
+                    order.wanted,
+                    order.hosts,
                 )
                 new = frozenset(
                     (worker, slot)
@@ -181,7 +181,7 @@ class PlannerThread:
                     for worker in ownership.shadows_of(*slot)
                     if worker not in before.shadows_of(*slot)
                 )
-                return NextStep(ownership, bool(new), self.default_program(ownership, new, given.schedule))
+                return NextStep(ownership, bool(new), self.default_program(ownership, new, order.schedule))
 
         self._next_step = self._thread.submit(plan)
 
@@ -306,8 +306,8 @@ class Training:
             self._executor.offloads.clear()
 
     def _heard(self) -> inputs.Input:
-        heard = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
-        return heard if isinstance(heard, inputs.Input) else inputs.ProtocolMessage(heard)
+        messages = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
+        return messages if isinstance(messages, inputs.Input) else inputs.ProtocolMessage(messages)
 
     def _carry_out(self, work: Iterable[outputs.Output]) -> inputs.Input | None:
         """Carries out outputs; returns the answer of the last one, or the failure of the first one that fails."""
@@ -473,10 +473,10 @@ class Training:
                 checkpoints.join_writes,
             )
 
-    def _position_after(self, kept: outputs.Keep) -> str:
+    def _position_after(self, keep: outputs.Keep) -> str:
         """Returns the position of the data behind a step, for the worker that writes the first stage."""
-        data, writes_first = self.context.data, any(share.slot[1] == 0 for share in kept.shares)
-        return data.position_after(kept.step) if writes_first and isinstance(data, WatchedData) else ""
+        data, writes_first = self.context.data, any(share.slot[1] == 0 for share in keep.shares)
+        return data.position_after(keep.step) if writes_first and isinstance(data, WatchedData) else ""
 
     def _keep_last(self, output: outputs.KeepLast) -> None:
         if (checkpoints := self.context.checkpoints) is None:
@@ -485,8 +485,8 @@ class Training:
         try:
             for share in shares:
                 self._prove(share.slot, output.step)
-            kept = outputs.Keep(output.step, shares)
-            checkpoints.keep(kept, self._position_after(kept))
+            keep = outputs.Keep(output.step, shares)
+            checkpoints.keep(keep, self._position_after(keep))
         except StorageError as error:
             self.context.control.send(UnkeptMessage(output.step, str(error)))
         checkpoints.await_writes()

@@ -73,20 +73,20 @@ class Validation:
     def run(self) -> PassEnded:
         """Runs the pass; the owner of the last stage gets the results, the others none."""
         receiver = Receiver(self.channel, self.receives)
-        made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
+        outputs: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
         self._results.clear()
         for action in self.actions:
             self.context.control.check()
             if action.op is Op.RECV_F:
                 value, tensors = receiver.take()
-                made[value.stage, value.index] = tensors
+                outputs[value.stage, value.index] = tensors
             elif action.op is Op.SEND_F:
-                tensors = made.pop((action.stage, action.microbatch))
+                tensors = outputs.pop((action.stage, action.microbatch))
                 for target in self.routes.targets[carried(action)]:
                     self.channel.send(target, validation_key(self.grid, action), tensors)
             else:
                 with self.context.control.busy():
-                    self._forward(action, made)
+                    self._forward(action, outputs)
         return PassEnded(self._result() if self.is_at_end else None)
 
     def _parts(self) -> tuple[EvaluationPart, ...]:

@@ -364,16 +364,16 @@ class WorkerRun(ControlHandler):
             retries = DataRetries(retry_limits(job), recorder.write)
             data = WatchedData(retries.call(data_of, job), whereabouts, retries)
         model = build_model(job, data.facts, data)
-        given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
+        weights = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
         if worker == owners[0]:
-            _cut(control, job, model, data, device, given)
+            _cut(control, job, model, data, device, weights)
         starts = control.take(messages.PartitionMessage).starts
         grid = replace(job.grid, ties=tied_stages(model.ties, starts))
         ownership = Ownership(grid, owners, welcome.shadows)
         recorder.stage = min((stage for _, stage in ownership.slots_of(worker)), default=None)
         replicas = Replicas(job, model, starts, ownership.held_by(worker), device)
-        if given is not None:
-            given.fill(replicas)
+        if weights is not None:
+            weights.fill(replicas)
         plane = None if welcome.waits else backend.joining(0, welcome.ranks).join()
         borders = learn_borders(control, worker, ownership, replicas, starts, data)
         replicas.learn(borders)
@@ -447,11 +447,11 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _cut(
-    control: Control, job: Job, model: Model, data: WatchedData, device: Device, given: GivenWeights | None
+    control: Control, job: Job, model: Model, data: WatchedData, device: Device, weights: GivenWeights | None
 ) -> None:
     """Checks what the user has given for the layers, and tells the agent where each stage begins."""
-    if given is not None:
-        check_given(given, job, model)
+    if weights is not None:
+        check_given(weights, job, model)
     if job.param_groups:
         check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
     names = tuple(layer.name for layer in model.layers)
