@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,63 +66,36 @@ def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, st
     return read_settings(endpoints, environment, allow_plain_http=plain_http, source=source) if endpoints else None
 
 
-_PANEL = "Several hosts"
+_host_option = partial(typer.Option, rich_help_panel="Several hosts")
 _LEASE = "Lifetime of a host's lease in etcd: a host that does not renew it in time is lost."
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    _host_option(
         "--set",
         metavar="FIELD=VALUE",
         help="Set a field of the job, such as stages=4 or model_args.width=64; repeatable.",
-        rich_help_panel=_PANEL,
     ),
 ]
-Hosts = Annotated[
-    str, typer.Option("--hosts", metavar="N|NAME,NAME", help="Number of hosts, or their names.", rich_help_panel=_PANEL)
-]
-RunId = Annotated[
-    str,
-    typer.Option("--run", metavar="ID", help="ID of the run in etcd; the same on every host.", rich_help_panel=_PANEL),
-]
+Hosts = Annotated[str, _host_option("--hosts", metavar="N|NAME,NAME", help="Number of hosts, or their names.")]
+RunId = Annotated[str, _host_option("--run", metavar="ID", help="ID of the run in etcd; the same on every host.")]
 Workers = Annotated[
-    int,
-    typer.Option(
-        "--workers", metavar="K", help="Maximum number of workers per host; 0: no limit.", rich_help_panel=_PANEL
-    ),
+    int, _host_option("--workers", metavar="K", help="Maximum number of workers per host; 0: no limit.")
 ]
-Node = Annotated[
-    str,
-    typer.Option("--node", metavar="NAME", help="Name of this host (default: its host name).", rich_help_panel=_PANEL),
-]
+Node = Annotated[str, _host_option("--node", metavar="NAME", help="Name of this host (default: its host name).")]
 Address = Annotated[
     str,
-    typer.Option(
-        "--address",
-        metavar="IP",
-        help="Address of this host (default: the one from which it reaches etcd).",
-        rich_help_panel=_PANEL,
-    ),
+    _host_option("--address", metavar="IP", help="Address of this host (default: the one from which it reaches etcd)."),
 ]
 TrustedNetwork = Annotated[
     str,
-    typer.Option(
-        "--trusted-network",
-        metavar="CIDR",
-        help="Send tensors without TLS between addresses in this network.",
-        rich_help_panel=_PANEL,
+    _host_option(
+        "--trusted-network", metavar="CIDR", help="Send tensors without TLS between addresses in this network."
     ),
 ]
-LeaseSeconds = Annotated[int, typer.Option("--lease", metavar="SECONDS", help=_LEASE, rich_help_panel=_PANEL)]
+LeaseSeconds = Annotated[int, _host_option("--lease", metavar="SECONDS", help=_LEASE)]
 HostsWithin = Annotated[
-    float,
-    typer.Option(
-        "--hosts-within",
-        metavar="SECONDS",
-        min=0.0,
-        help="Longest wait for all hosts to start.",
-        rich_help_panel=_PANEL,
-    ),
+    float, _host_option("--hosts-within", metavar="SECONDS", min=0.0, help="Longest wait for all hosts to start.")
 ]
 InstructionSet = Annotated[
     str,
@@ -139,18 +113,17 @@ def fixing(isa: str) -> list[Problem]:
 
 
 # `bamboo inject --hosts`: a scenario on hosts to break, which are made of namespaces of this machine.
-_BED = "Hosts to break"
+_bed_option = partial(typer.Option, rich_help_panel="Hosts to break")
 
 BedHosts = Annotated[
     int,
-    typer.Option(
+    _bed_option(
         "--hosts",
         metavar="N",
         help="Run on N simulated hosts (namespaces on this machine), which are removed afterwards.",
-        rich_help_panel=_BED,
     ),
 ]
-BedLease = Annotated[int, typer.Option("--lease", metavar="SECONDS", help=_LEASE, rich_help_panel=_BED)]
+BedLease = Annotated[int, _bed_option("--lease", metavar="SECONDS", help=_LEASE)]
 
 
 def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> list[Problem]:

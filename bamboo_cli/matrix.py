@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_RESULTS = Path("results")
-_PANEL = "Which cells"
+_cell_option = partial(typer.Option, rich_help_panel="Which cells")
 
 File = Annotated[
     str,
@@ -38,16 +38,11 @@ File = Annotated[
         metavar="FILE", help="a shipped matrix or scenario, or a file", show_default=False, autocompletion=library_files
     ),
 ]
-Shard = Annotated[str, typer.Option("--shard", metavar="K/N", help="Run only part K of N.", rich_help_panel=_PANEL)]
-CellText = Annotated[
-    str, typer.Option("--cell", metavar="TEXT", help="Run only cells whose name contains this.", rich_help_panel=_PANEL)
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Resume the newest run: skip cells that passed.", rich_help_panel=_PANEL)
-]
+Shard = Annotated[str, _cell_option("--shard", metavar="K/N", help="Run only part K of N.")]
+CellText = Annotated[str, _cell_option("--cell", metavar="TEXT", help="Run only cells whose name contains this.")]
+Resume = Annotated[bool, _cell_option("--resume", help="Resume the newest run: skip cells that passed.")]
 Times = Annotated[
-    list[Path] | None,
-    typer.Option("--times", help="Earlier results.jsonl, to balance the shards by duration.", rich_help_panel=_PANEL),
+    list[Path] | None, _cell_option("--times", help="Earlier results.jsonl, to balance the shards by duration.")
 ]
 Form = Annotated[
     Literal["text", "list", "github"],

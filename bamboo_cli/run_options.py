@@ -61,32 +61,25 @@ class YesNo(StrEnum):
 
 
 DEFAULT_GRACE = "120s"
-_PANEL = "Faults"
+_fault_option = partial(typer.Option, rich_help_panel="Faults")
 
 Kills = Annotated[
     list[str] | None,
-    typer.Option(
+    _fault_option(
         "--kill",
         metavar="STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]",
         help="SIGKILL the worker that owns a stage (with --blocks: a block): 5:2 (step 5, stage 2, before the middle "
         "backward), 5:2:F:3, 5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then "
         "compared with those of a fault-free twin.",
-        rich_help_panel=_PANEL,
     ),
 ]
-NoTwin = Annotated[
-    bool,
-    typer.Option("--no-twin", help="With --kill: skip the twin and the comparison of weights.", rich_help_panel=_PANEL),
-]
+NoTwin = Annotated[bool, _fault_option("--no-twin", help="With --kill: skip the twin and the comparison of weights.")]
 Tee = Annotated[
     bool,
     typer.Option("--tee", help='Show the output of workers on stderr, prefixed with the worker number: "[1] ...".'),
 ]
 Injectable = Annotated[
-    YesNo,
-    typer.Option(
-        "--injectable", help="Accept faults from `bamboo inject --run` during the run.", rich_help_panel=_PANEL
-    ),
+    YesNo, _fault_option("--injectable", help="Accept faults from `bamboo inject --run` during the run.")
 ]
 EventsMax = Annotated[
     str,
@@ -100,11 +93,10 @@ EventsMax = Annotated[
 ]
 Grace = Annotated[
     str,
-    typer.Option(
+    _fault_option(
         "--grace",
         metavar="DURATION",
         help="How long a worker may take to leave after SIGTERM: 2m, 120s, or 120 (seconds).",
-        rich_help_panel=_PANEL,
     ),
 ]
 
@@ -156,33 +148,28 @@ def grace_seconds(text: str) -> float:
 
 
 # The options of `bamboo run` that ask a command or a URL for notices.
-_NOTICES = "Notices"
+_notice_option = partial(typer.Option, rich_help_panel="Notices")
 _LEAST_NS = 100_000_000
 _EVERY = "5s"
 NoticeCommand = Annotated[
     str | None,
-    typer.Option(
+    _notice_option(
         "--notice-command",
         metavar="COMMAND",
         help="Poll this command for preemption notices. If it exits with 0 and prints worker numbers, those get "
         "notice; if it prints anything else except false or none, all workers do.",
-        rich_help_panel=_NOTICES,
     ),
 ]
 NoticeUrl = Annotated[
     str | None,
-    typer.Option(
+    _notice_option(
         "--notice-url",
         metavar="URL",
         help="Poll this URL for notices, such as http://169.254.169.254/latest/meta-data/spot/instance-action.",
-        rich_help_panel=_NOTICES,
     ),
 ]
 NoticeEvery = Annotated[
-    str | None,
-    typer.Option(
-        "--notice-every", metavar="DURATION", help="Interval between polls (default 5s).", rich_help_panel=_NOTICES
-    ),
+    str | None, _notice_option("--notice-every", metavar="DURATION", help="Interval between polls (default 5s).")
 ]
 
 
@@ -196,11 +183,7 @@ class SpotCloud(StrEnum):
 
 Spot = Annotated[
     SpotCloud | None,
-    typer.Option(
-        "--spot",
-        help="Poll this cloud for preemption notices; sets the URL, the interval and --grace.",
-        rich_help_panel=_NOTICES,
-    ),
+    _notice_option("--spot", help="Poll this cloud for preemption notices; sets the URL, the interval and --grace."),
 ]
 
 

@@ -18,8 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import InvariantError, Problem, UserError, nearest
-from engine.core.units import MOST_FLOAT, Args, Scalar
+from engine.core.errors import InvariantError, Problem, UserError
+from engine.core.job.torch_parts import Argument, ArgumentForm, unknown_argument
+from engine.core.job.torch_parts import argument_problems as problems_of_arguments
+from engine.core.units import Args, Scalar
 
 Factory = Callable[..., Any]
 
@@ -46,11 +48,14 @@ def argument_problems(field: str, module: str, name: str, args: Args, beside: Co
 
 
 def _problems(field: str, defaults: Mapping[str, Scalar], args: Args, beside: Collection[str] = ()) -> list[Problem]:
-    return [_unknown(field, each, {*defaults, *beside}) for each in args if each not in defaults] + [
-        Problem(f"{field}.{argument}", _expected(argument, defaults[argument]), repr(value))
-        for argument, value in args.items()
-        if argument in defaults and not _fits(argument, defaults[argument], value)
-    ]
+    arguments = {name: Argument(_form(name, default), default) for name, default in defaults.items()}
+    return problems_of_arguments(field, arguments, args, all_of=False, beside=beside)
+
+
+def _form(name: str, default: Scalar) -> ArgumentForm:
+    if isinstance(default, bool):
+        return "flag"
+    return "count" if isinstance(default, int) else "share" if name in _SHARES else "amount"
 
 
 @functools.cache
@@ -84,7 +89,7 @@ def check_user_args(field: str, factory: Factory, args: Args) -> None:
         return
     by_name = {each.name: each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    problems = [_unknown(field, name, by_name) for name in args if name not in by_name and not takes_any]
+    problems = [unknown_argument(field, name, by_name) for name in args if name not in by_name and not takes_any]
     problems += [
         Problem(f"{field}.{name}", "a value, since the factory has no default for it")
         for name, parameter in by_name.items()
@@ -101,26 +106,3 @@ def takes(factory: Factory, name: str) -> bool:
     except ValueError:
         return True
     return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def _unknown(field: str, name: str, names: Iterable[str]) -> Problem:
-    expected = f"one of {', '.join(sorted(names))}" if names else "no arguments"
-    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, names))
-
-
-def _expected(name: str, default: Scalar) -> str:
-    if isinstance(default, bool):
-        return "true or false"
-    if isinstance(default, int):
-        return "a whole number >= 1"
-    return "a number >= 0 and < 1" if name in _SHARES else "a finite float32 number >= 0"
-
-
-def _fits(name: str, default: Scalar, value: Scalar) -> bool:
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    if isinstance(default, int):
-        return isinstance(value, int) and value >= 1
-    if isinstance(value, str):
-        return False
-    return 0 <= value < 1 if name in _SHARES else 0 <= value <= MOST_FLOAT

@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from engine.core.errors import Problem, nearest
 from engine.core.job.job import Job
 from engine.core.units import MOST_FLOAT, Args, Scalar
 
-ArgumentForm = Literal["number", "whole", "flag", "numbers", "wholes", "text"]
+ArgumentForm = Literal["number", "amount", "share", "whole", "count", "flag", "numbers", "wholes", "text"]
 _NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 _NUMBERS = re.compile(rf"\s*{_NUMBER}\s*(,\s*{_NUMBER}\s*)*,?\s*")
 _EXPECTED: Mapping[ArgumentForm, str] = {
     "number": "a finite float32 number",
+    "amount": "a finite float32 number >= 0",
+    "share": "a number >= 0 and < 1",
     "whole": "a whole number",
+    "count": "a whole number >= 1",
     "flag": "true or false",
     "numbers": "numbers with commas",
     "wholes": "whole numbers with commas",
@@ -183,15 +186,13 @@ NO_SCHEDULES: Mapping[str, str] = {
 
 
 def argument_problems(
-    field: str, arguments: Mapping[str, Argument], args: Args, *, all_of: bool = True
+    field: str, arguments: Mapping[str, Argument], args: Args, *, all_of: bool = True, beside: Collection[str] = ()
 ) -> list[Problem]:
-    """Returns the problems with arguments of a part; with `all_of` also those required and not given."""
-    expected = f"one of {', '.join(sorted(arguments))}" if arguments else "no arguments"
-    problems = [
-        Problem(f"{field}.{name}", expected, repr(name), nearest(name, arguments))
-        for name in args
-        if name not in arguments
-    ]
+    """Returns the problems with arguments of a part, which may have others `beside` these.
+
+    With `all_of` they include those required and not given.
+    """
+    problems = [unknown_argument(field, name, {*arguments, *beside}) for name in args if name not in arguments]
     problems += [
         Problem(f"{field}.{name}", _expected(arguments[name]), repr(value))
         for name, value in args.items()
@@ -204,6 +205,12 @@ def argument_problems(
             if argument.default is None and name not in args
         ]
     return problems
+
+
+def unknown_argument(field: str, name: str, names: Collection[str]) -> Problem:
+    """Returns the problem with an argument that is none of `names`."""
+    expected = f"one of {', '.join(sorted(names))}" if names else "no arguments"
+    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, names))
 
 
 def given_arguments(arguments: Mapping[str, Argument], args: Args) -> dict[str, object]:
@@ -246,6 +253,10 @@ def _fits(argument: Argument, value: Scalar) -> bool:
         count = len(numbers) if argument.default is None else len(listed(argument.default))
         fit = (_is_number(number) and (form == "numbers" or type(number) is int) for number in numbers)
         return len(numbers) == count > 0 and all(fit)
+    if form == "count":
+        return type(value) is int and value >= 1
+    if form in ("amount", "share"):
+        return not isinstance(value, str) and (0 <= value < 1 if form == "share" else 0 <= value <= MOST_FLOAT)
     return _is_number(value) and (form == "number" or type(value) is int)
 
 
