@@ -273,7 +273,7 @@ def _run_in(
     text = "" if case.file is None else whole_text(case.file)  # the user may change the file during the run
     if text:
         scribe.write(folder.path / "scenario.yaml", text)
-    home = seat.taken.home if seat and seat.taken else folder.path
+    home = seat.inherited.home if seat and seat.inherited else folder.path
     case = replace(case, begun_as=home.name)
     scribe.write(folder.run_json, facts_text(case, folder.path.name))
     traces = LeakCheck() if case.scenario.expect.leftovers else None

@@ -296,7 +296,7 @@ def _stand(at: OwnHost, before: ElectedHost, workers: HostWorkers) -> tuple[Elec
             return None
         wire_server = WireServer(at.registry.own.address, before.made, at.screen.say)
         place = place_of_host(at.registry.own.address, wire_server.port)
-        if (chosen := at.registry.succeed(before, place, workers.heard.count)) is not None:
+        if (chosen := at.registry.succeed(before, place, workers.results.count)) is not None:
             return chosen, wire_server
         wire_server.close()
     return None
@@ -400,7 +400,7 @@ def take_over(
     for name, spawner in away.items():
         wire_server.admit(name, spawner.peer)
     for name, spawner in away.items():
-        if not spawner.known.lease_id or name == before.name:
+        if not spawner.registered.lease_id or name == before.name:
             servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease expired")
     with stream(), _served(workers):
         wait_for_words(away.values())
@@ -452,9 +452,9 @@ def _inherited(
     folder: Path,
 ) -> InheritedRun | None:
     """Returns the run to continue, or None if all workers start again; raises CoordinatorUnavailableError."""
-    state, results = _stored_state(at), workers.heard
+    state, results = _stored_state(at), workers.results
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
-    workers.complete((spawner.told for spawner in living.values()), before.name)
+    workers.complete((spawner.past_decisions for spawner in living.values()), before.name)
     if restarts_all(state, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)
@@ -462,7 +462,7 @@ def _inherited(
             host.end_held()
         return None
     processes = []
-    by_host = {name: spawner.held for name, spawner in living.items()}
+    by_host = {name: spawner.inherited for name, spawner in living.items()}
     heirs = succession(state, by_host, before.name, results.results.committed)
     for heir in heirs:
         server = away[heir.host]
@@ -502,7 +502,7 @@ def taught(
 
     Other hosts may know an earlier start, a host whose first worker has just arrived less; lost ones reported nothing.
     """
-    messages = [away[name].taught for name in sorted(hosts)]
+    messages = [away[name].past_orders for name in sorted(hosts)]
     welcomes = {one.worker: one for of_host in messages for one in of_host if isinstance(one, WelcomeMessage)}
     places = ([one for one in of_host if not isinstance(one, WelcomeMessage)] for of_host in messages)
     return welcomes, max(places, key=len, default=[])

@@ -282,7 +282,7 @@ class IndexedData:
         if (samples := self.rows().get(name)) is None:
             raise UserError([Problem("--samples", "samples that do not depend on draws", repr(name))])
         numbers = (number % len(samples) for number in range(index * size, (index + 1) * size))
-        return self._collated([samples[number] for number in numbers])
+        return self._checked(*self._formed([samples[number] for number in numbers]))
 
     def _formed_at(self, position: int, size: int) -> tuple[Columns | None, Batch]:
         return self._formed([self._training_sample(*at) for at in self._places(position, size)])
@@ -299,9 +299,6 @@ class IndexedData:
             # The streams are not set back: a source that touches them is never read ahead, in another thread.
             set_streams(random_key(self._seed, "sample", data_epoch, number))
         return source.training[number]
-
-    def _collated(self, samples: list[Any]) -> Batch:
-        return self._checked(*self._formed(samples))
 
     def _checked(self, form: Columns | None, batch: Batch) -> Batch:
         if form != self.facts.form:

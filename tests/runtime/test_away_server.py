@@ -64,8 +64,8 @@ def test_a_host_tells_what_it_was_told_until_it_has_said_all() -> None:
     host._deliver(ResendDoneHostMessage(), b"")
     host._deliver(PastDecisionHostMessage(2), LINES[2].encode())
     host._deliver(PastControlHostMessage(), encode(PartitionMessage((0, 2))))
-    assert host.taught == [PartitionMessage((0, 1))]
-    assert (host.heard, host.told, host.held) == (2, {1: LINES[1]}, ((1, 0, 70),))
+    assert host.past_orders == [PartitionMessage((0, 1))]
+    assert (host.num_decisions, host.past_decisions, host.inherited) == (2, {1: LINES[1]}, ((1, 0, 70),))
 
 
 def test_each_other_host_is_told_what_it_lacks_before_any_new_decision(servers: HostServers) -> None:

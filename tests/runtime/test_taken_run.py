@@ -157,7 +157,7 @@ def test_the_decisions_that_only_another_host_has_heard_are_recorded_here_too(tm
     workers._obey()
     workers.complete([dict(enumerate(lines)), {1: lines[1]}], "lost")
     assert [(each.of, each.line) for each in written[1:]] == [("lost", line) for line in lines[1:]]
-    assert (workers.heard.count, workers.heard.results.committed) == (4, 2)
+    assert (workers.results.count, workers.results.results.committed) == (4, 2)
     workers.close()
     board.close()
 
@@ -181,7 +181,7 @@ def test_a_signal_before_the_agent_is_there_waits_for_it_in_a_run_that_is_taken_
     server = SimpleNamespace(
         host="b", later_ns=0, hear=NONE, records_in=lambda run: None, adopting=lambda *given: adopting
     )
-    seat = FailoverContext(folder=RunFolder(tmp_path), taken=taken() if is_taken else None)
+    seat = FailoverContext(folder=RunFolder(tmp_path), inherited=taken() if is_taken else None)
     server.deal, server.at = lambda workers: None, lambda worker: server
     server.hear = lambda *given: None
     with holding() as interrupts:

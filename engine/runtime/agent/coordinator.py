@@ -164,7 +164,7 @@ class Node:
         self.name = socket.gethostname()
         self._kv = kv
         self._is_out = False
-        self._kept = lease
+        self._host_lease = lease
         self._lease = lease or kv.grant(ttl_s)
         candidate = f"{self.name}:{os.getpid()}" + (f":{lease.lease_id:x}" if lease else "")
         self._election = Election(kv, ROLE, candidate.encode(), ttl_s, lease)
@@ -220,7 +220,7 @@ class Node:
 
     def renew(self, now_ns: int) -> None:
         """Renews the leases of this host when they are due; raises CoordinatorUnavailableError if one has expired."""
-        if self._kept is not None or self._is_out or now_ns - self._renewed_ns < RENEW_EVERY_NS:
+        if self._host_lease is not None or self._is_out or now_ns - self._renewed_ns < RENEW_EVERY_NS:
             return
         self._renewed_ns = now_ns
         with self._in_or_out():
@@ -232,7 +232,7 @@ class Node:
 
         Of several hosts another one may have to finish the run: the keys go when its outcome is told.
         """
-        if not self._is_out and self._kept is None:
+        if not self._is_out and self._host_lease is None:
             self._kv.delete_prefix("")
             self._election.resign()
             self._kv.revoke(self._lease)

@@ -358,8 +358,8 @@ class HostServers(Spawner):
 
     def _lose(self, away: RemoteSpawner, why: str) -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look
-            if away.known.lease_id:
-                self._kv.revoke(Lease(away.known.lease_id, 1))
+            if away.registered.lease_id:
+                self._kv.revoke(Lease(away.registered.lease_id, 1))
             away.lose(why)
         self._losing.pop(away.host, None)
 
@@ -384,7 +384,7 @@ class HostServers(Spawner):
         self._num_decisions = results.count
         for spawner in self._others:
             try:
-                lines = results.since(spawner.heard)
+                lines = results.since(spawner.num_decisions)
             except CoordinatorUnavailableError as error:
                 self._lose(spawner, f"it lacks results: {error}")
                 continue

@@ -82,7 +82,7 @@ class LocalProcess:
     code: int | None = None
     heard_ns: int = field(default_factory=now_ns)  # when it spoke last
     num_signals: int = 0  # from the host that coordinates now
-    said: ReplayBuffer = field(default_factory=ReplayBuffer)
+    replay: ReplayBuffer = field(default_factory=ReplayBuffer)
     was_stopped: bool = False
 
     def tell(self, packet: bytes) -> None:
@@ -201,7 +201,7 @@ class HostWorkers:
         self.outcome: HostOutcome | None = None
         self.has_left = False  # all workers, after a notice to this host
         self._is_ending = False  # the run: a worker has ended with it
-        self.heard = ReplicatedResults(job)
+        self.results = ReplicatedResults(job)
         self.lines = ServedLines(server.host, logs.parent)
         self._end: StreamEnd | None = None
         self._recorder, self._chief, self._is_own = recorder, "", False
@@ -213,7 +213,7 @@ class HostWorkers:
         self._processes: dict[int, LocalProcess] = {}
         self._workers = LocalWorkers(server)
         self.num_notices = 0  # to this host
-        self._taught = WelcomeCache()
+        self._welcomes = WelcomeCache()
         self._pairs = LinkPairs(self._living)
         self._workers.add(self._wake_fd, self._obey)
         self._signs = HeartbeatReporter(board, lambda: [*self._processes.values()])
@@ -236,13 +236,13 @@ class HostWorkers:
         self._chief, self._is_own = chief, is_own
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
-        end.send(frame(ProcessesHostMessage(tuple(process.to_plain() for process in living), self.heard.count)))
-        for number, line in self.heard.last_since(num_decisions).items():
+        end.send(frame(ProcessesHostMessage(tuple(process.to_plain() for process in living), self.results.count)))
+        for number, line in self.results.last_since(num_decisions).items():
             end.send(frame(PastDecisionHostMessage(number), line.encode()))
-        for packet in self._taught.packets:
+        for packet in self._welcomes.packets:
             end.send(frame(PastControlHostMessage(), packet))
         for process in living:
-            for packet in process.said.packets:
+            for packet in process.replay.packets:
                 end.send(frame(ControlHostMessage(process.number), packet))
         self.lines.follow(chief, end)
         end.send(frame(ResendDoneHostMessage()))
@@ -331,7 +331,7 @@ class HostWorkers:
                     self._fork(header)
                 case ControlHostMessage(process=number) if number in self._processes:
                     self._processes[number].tell(packet)
-                    self._taught.add(packet)
+                    self._welcomes.add(packet)
                 case SignalHostMessage(process=number, number=0):
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
@@ -342,11 +342,11 @@ class HostWorkers:
                     self.outcome = HostOutcome(code, words)
 
     def _hear(self, number: int, line: str) -> None:
-        self._record(line, self.heard.take(number, line), self._chief)
+        self._record(line, self.results.take(number, line), self._chief)
 
     def complete(self, stored: Iterable[Mapping[int, str]], chief: str) -> None:
         """Takes the decisions of the lost `chief` that other hosts have heard, and this one has not."""
-        for line, record in self.heard.complete(stored):
+        for line, record in self.results.complete(stored):
             self._record(line, record, chief)
 
     def _record(self, line: str, record: Record | None, chief: str) -> None:
@@ -376,7 +376,7 @@ class HostWorkers:
         if packet.startswith(_HEARTBEAT):
             of.heartbeat = packet
         elif not self._pairs.hears(of, packet):
-            of.said.add(packet)
+            of.replay.add(packet)
             if not self._is_own and (hashes := hashes_of(packet)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
             self._send(ControlHostMessage(of.number), packet)

@@ -50,7 +50,7 @@ class Keeper(HelperProcess):
         super().__init__(start)
         self.job, self.place, self.run = job, place_of(job, folder), Path(folder).absolute().name
         self.number = 0  # of keepers that were started
-        self._given = (asdict(job), self.place, self.run, heir)
+        self._first_line = (asdict(job), self.place, self.run, heir)
         self._asking = threading.Lock()
 
     def __enter__(self) -> Keeper:
@@ -68,7 +68,7 @@ class Keeper(HelperProcess):
         with self._asking:  # no question may come before the first line
             super().begin()
             self.number += 1
-            required(self.near, "a keeper has begun").sendall(line([*self._given, self.number]))
+            required(self.near, "a keeper has begun").sendall(line([*self._first_line, self.number]))
 
     def ask(self, name: str, *arguments: Any, limit_s: float | None = None) -> Any:
         """Returns the answer of a function of `disk_work.WORK` in `limit_s`, else is given up; raises StorageError."""

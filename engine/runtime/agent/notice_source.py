@@ -65,12 +65,12 @@ class NoticeSource:
     """One command or URL, and its answers that were not taken."""
 
     def __init__(self, source: NoticeFrom):
-        self.wanted = source
+        self.source = source
         self._ended = threading.Event()
         self._answers: queue.SimpleQueue[NoticeAnswer | str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
-        self._told: set[str] = set()  # lines for the user
-        self._given: set[int] = set()  # process ids
+        self._lines: set[str] = set()  # lines for the user
+        self._notified: set[int] = set()  # process ids
         self._is_over = False
         self._machine = ""  # its name, once it is known
 
@@ -87,31 +87,31 @@ class NoticeSource:
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
-                said = self._of_url() if self.wanted.url else self._of_command(self.wanted.command)
-                answer = answer_of(said, self._machine)
+                data = self._of_url() if self.source.url else self._of_command(self.source.command)
+                answer = answer_of(data, self._machine)
                 if answer is not None:
                     self._answers.put(answer)
             except (OSError, ValueError) as error:
-                self._says(f"cannot poll {self.wanted.name}: {error}")
-            self._ended.wait(self.wanted.every_s)
+                self._says(f"cannot poll {self.source.name}: {error}")
+            self._ended.wait(self.source.every_s)
 
     def _says(self, text: str) -> None:
-        if text not in self._told and len(self._told) < _MOST_LINES:
-            self._told.add(text)
+        if text not in self._lines and len(self._lines) < _MOST_LINES:
+            self._lines.add(text)
             self._answers.put(text)
 
     def _of_url(self) -> bytes:
         """Returns the answer of the address; asks for the name of this machine first, once."""
-        if self.wanted.name_url and not self._machine:
-            self._machine = _over_http(self.wanted.name_url).decode("utf-8", "replace").strip()
-        return _over_http(self.wanted.url, self._token())
+        if self.source.name_url and not self._machine:
+            self._machine = _over_http(self.source.name_url).decode("utf-8", "replace").strip()
+        return _over_http(self.source.url, self._token())
 
     def _token(self) -> str:
         """Returns a token for the address; empty where it wants none."""
-        if not self.wanted.token_url:
+        if not self.source.token_url:
             return ""
         with contextlib.suppress(OSError):  # an older service has no tokens, and the address itself answers then
-            return _over_http(self.wanted.token_url, wants_token=True).decode("ascii", "replace").strip()
+            return _over_http(self.source.token_url, wants_token=True).decode("ascii", "replace").strip()
         return ""
 
     def _of_command(self, command: Sequence[str]) -> bytes:
@@ -166,21 +166,21 @@ class NoticeSource:
         state = agent.node.state
         members, waiting = set(state.members), set(state.able_to_join)
         here = {worker: each.child for worker, each in agent.members.items() if each.exit_code is None}
-        notified = {worker for worker, child in here.items() if child.pid in self._given}
+        notified = {worker for worker, child in here.items() if child.pid in self._notified}
         named = members | waiting if notice.workers is None else {*notice.workers}
         new, others = named & {*here} - notified, waiting - named - notified
         take_over = others and (not new or can_wait_for_joiners(state, agent.grace_ns))
         if not members <= named | notified or take_over:
             for worker in sorted(new):
-                self._given.add(here[worker].pid)
+                self._notified.add(here[worker].pid)
                 here[worker].signal(signal.SIGTERM)
             if absent := sorted(named - {*here} - {*agent.members}):
-                self._says(f"{self.wanted.name}: a notice for {numbered('worker', absent)}, but no such worker is here")
+                self._says(f"{self.source.name}: a notice for {numbered('worker', absent)}, but no such worker is here")
         elif not self._is_over:
             self._is_over = True
             why = f"{agent.grace_ns / 1e9:g} s are not enough for {numbered('worker', sorted(others))}, which waits"
             why = why if others else "which no other host takes over"
-            agent.run_state.note(f"{self.wanted.name}: a notice for all workers, {why}: the run ends")
+            agent.run_state.note(f"{self.source.name}: a notice for all workers, {why}: the run ends")
             signal.raise_signal(signal.SIGTERM)
 
 

@@ -46,7 +46,7 @@ class RecordShipper:
 
     def __init__(self, own: str, folder: Path, end: StreamEnd, relays: Callable[[str], bool]):
         self._own, self._folder, self._end, self._relays = own, folder, end, relays
-        self._kept: dict[tuple[str, str], int] = {}  # (host, file) -> bytes that the other end has
+        self._sizes: dict[tuple[str, str], int] = {}  # (host, file) -> bytes that the other end has
         self._whole: set[tuple[str, str]] = set()  # files that do not grow any more, and are kept whole
         self._is_waiting = self._has_more = self._is_ending = False
         self._wakes, self._has_finished, self._is_over = threading.Event(), threading.Event(), threading.Event()
@@ -58,9 +58,9 @@ class RecordShipper:
     def kept(self, answer: StoredSizesHostMessage) -> None:
         """Takes the answer of the other end."""
         for node, file, size in answer.sizes:
-            self._kept[node, file] = size
+            self._sizes[node, file] = size
             if not size:  # the host has left it out
-                self._kept.pop((node, file), None)
+                self._sizes.pop((node, file), None)
         self._is_waiting = False
         if answer.is_last:
             self._has_finished.set()
@@ -69,7 +69,7 @@ class RecordShipper:
 
     def knows(self, node: str, file: str, size: int) -> None:
         """Knows that the other end has so much of a file, which has come from it."""
-        self._kept[node, file] = max(size, self._kept.get((node, file), 0))
+        self._sizes[node, file] = max(size, self._sizes.get((node, file), 0))
 
     def finish(self, patience_s: float) -> bool:
         """Ships what is there, says that it was the last, and ends; returns whether the other end has all of it."""
@@ -101,7 +101,7 @@ class RecordShipper:
         parts = self._left_out()
         room, self._has_more = MOST_SHIPPED_BYTES, False
         for node, file, path in self._files():
-            begin = self._kept.get((node, file), 0)
+            begin = self._sizes.get((node, file), 0)
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
                 if size <= begin:
@@ -118,10 +118,10 @@ class RecordShipper:
     def _left_out(self) -> list[tuple[ShippedPart, bytes]]:
         """Returns a part without bytes for each file that this host has left out since it shipped it."""
         there = {*_names(self._folder / FOLDER)}
-        own = [file for node, file in [*self._kept] if node == self._own and file != EVENTS] if there else []
+        own = [file for node, file in [*self._sizes] if node == self._own and file != EVENTS] if there else []
         gone = [file for file in own if file.rpartition("/")[2] not in there][:_MOST_LEFT_OUT]
         for file in gone:
-            self._kept.pop((self._own, file), None)
+            self._sizes.pop((self._own, file), None)
             self._whole.discard((self._own, file))
         return [(ShippedPart(self._own, file, 0, 0), b"") for file in gone]
 
@@ -143,7 +143,7 @@ class RecordShipper:
         newest = {file.worker: file.first for file in files}
         for file in files:
             key = node, f"{FOLDER}/{file}"
-            if file.first < newest[file.worker] and (size := self._kept.get(key)) and key not in self._whole:
+            if file.first < newest[file.worker] and (size := self._sizes.get(key)) and key not in self._whole:
                 with contextlib.suppress(OSError):
                     if (folder / key[1]).stat().st_size <= size:
                         self._whole.add(key)

@@ -202,7 +202,7 @@ class RemoteSpawner(Spawner):
 
     def __init__(self, registered: RegisteredHost, *, takes_over: bool = False):
         self.host, self.address = registered.name, registered.address
-        self.known = registered
+        self.registered = registered
         self.peer = HostPeer(registered.incarnation, self._deliver)
         self.mailbox = HostMailbox()
         self._while_waiting: Callable[[], object] = lambda: None
@@ -214,10 +214,10 @@ class RemoteSpawner(Spawner):
         self.keeper: RecordReceiver | None = None  # of the records of hosts
         self.shipper: RecordShipper | None = None  # of those of the host that coordinates
         self.has_shipped = False  # its last records
-        self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
-        self.heard = 0  # decisions, before it served this coordinator
-        self.told: dict[int, str] = {}  # those of them that this host may lack
-        self.taught: list[ToWorker] = []  # its workers
+        self.inherited: tuple[tuple[int, ...], ...] = ()  # as the host told them
+        self.num_decisions = 0  # decisions, before it served this coordinator
+        self.past_decisions: dict[int, str] = {}  # those of them that this host may lack
+        self.past_orders: list[ToWorker] = []  # its workers
         self.resent = threading.Event()
         self._is_early = takes_over  # no handle of the processes is there yet
         self._early: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -281,13 +281,13 @@ class RemoteSpawner(Spawner):
                 self._answers.put(header)
             case LeavesHostMessage():
                 self.has_left = True
-            case ProcessesHostMessage(processes=processes, heard=heard):
-                self.held, self.heard = processes, heard
+            case ProcessesHostMessage(processes=processes, heard=num_decisions):
+                self.inherited, self.num_decisions = processes, num_decisions
             case PastDecisionHostMessage(number=number) if not self.resent.is_set():
                 decoded(line := packet.decode())  # raises InvariantError for one that is no record
-                self.told[number] = line
+                self.past_decisions[number] = line
             case PastControlHostMessage() if isinstance(sent := decode(packet), ToWorker) and not self.resent.is_set():
-                self.taught.append(sent)
+                self.past_orders.append(sent)
             case ResendDoneHostMessage():
                 self.resent.set()
             case ShippedHostMessage():
@@ -308,7 +308,7 @@ class RemoteSpawner(Spawner):
         if not trips.differs_from(self.reported_ns):
             return None
         self.reported_ns = worst_ns = trips.worst_ns
-        silent_ns, back_ns, lease_s = SILENT.after(worst_ns), BACK.after(worst_ns), self.known.lease_s
+        silent_ns, back_ns, lease_s = SILENT.after(worst_ns), BACK.after(worst_ns), self.registered.lease_s
         return NetworkRecord(
             of=self.host, worst_ns=worst_ns or 0, silent_ns=silent_ns, back_ns=back_ns, lease_s=lease_s
         )
@@ -347,7 +347,7 @@ class RemoteSpawner(Spawner):
     def end_held(self) -> None:
         """Ends the processes that the host has from another coordinator: all workers begin again."""
         with self._hearing:
-            for number, *_ in self.held:
+            for number, *_ in self.inherited:
                 self._number = max(self._number, number)
                 self.peer.end.send(frame(SignalHostMessage(number, CLOSED)))
             self._early, self._is_early = [], False

@@ -420,12 +420,12 @@ class InheritedRun(NamedTuple):
 class FailoverContext(NamedTuple):
     """What a session has beside its servers: a scribe, else it waits for the disk itself; with several hosts a lease.
 
-    `folder` and `taken` are of a run to continue; without `taken` all workers begin again.
+    `folder` and `inherited` are of a run to continue; without `inherited` all workers begin again.
     """
 
     lease: Lease | None = None
     folder: RunFolder | None = None
-    taken: InheritedRun | None = None
+    inherited: InheritedRun | None = None
     scribe: Scribe | None = None
 
 

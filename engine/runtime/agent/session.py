@@ -107,14 +107,14 @@ def run_session(
     Begins after `origin`, after a lost state as `revive` says; goes on with a run in `seat`. Raises BambooError.
     """
     started_at_ns, ownership = now_ns(), _first_ownership(job, ownership or fresh_ownership(job), server, seat)
-    folder, ranks = str(seat.taken.home if seat.taken else events.parent), ranks or ownership.workers()
+    folder, ranks = str(seat.inherited.home if seat.inherited else events.parent), ranks or ownership.workers()
     monitors = NO_MONITORS if origin is None else origin.monitors
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0, monitors)
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host, server, seat.scribe, not seat.folder)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
-                (interrupts.let_wait if seat.taken else interrupts.check)()
+                (interrupts.let_wait if seat.inherited else interrupts.check)()
                 stack.enter_context(swept_of_nccl() if job.backend == "nccl" else contextlib.nullcontext())
                 server = server or stack.enter_context(ForkServer())
                 prepare_to_decode(ToAgent)  # while that imports torch
@@ -125,7 +125,7 @@ def run_session(
                 keeper = stack.enter_context(keeper_for(server, job, folder, events.parent.name))
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 tasks_of = partial(PeriodicTasks, watch=watch, requests=requests, source=asked_for(stack, notices))
-                run = _Run(node, tasks_of, keeper, interrupts, revive, grace_s, seat.taken)
+                run = _Run(node, tasks_of, keeper, interrupts, revive, grace_s, seat.inherited)
                 agent = run.train(launch, origin)
                 ending = _ending(agent, _view(agent), started_at_ns)
                 return ending if agent.has_left else ended(recorder, ending)
@@ -136,7 +136,7 @@ def run_session(
 def _first_ownership(job: Job, ownership: Ownership, server: Spawner | None, seat: FailoverContext) -> Ownership:
     if server is None or not server.host:  # each of several has done so before it came to the others
         refuse_what_this_host_lacks(job)
-    return ownership if seat.taken else _on_hosts(job, ownership, server)
+    return ownership if seat.inherited else _on_hosts(job, ownership, server)
 
 
 def _on_hosts(job: Job, ownership: Ownership, server: Spawner | None) -> Ownership:
@@ -157,7 +157,7 @@ def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, starte
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run whose store, servers and files are there; `taken` is what another host has begun."""
+    """A run whose store, servers and files are there; `inherited` is what another host has begun."""
 
     node: Node
     tasks_of: Callable[[WorkerGroup], PeriodicTasks]
@@ -165,14 +165,18 @@ class _Run:
     interrupts: Interrupts
     revive: Callable[[Agent], Resumption | None]
     grace_s: float
-    taken: InheritedRun | None
+    inherited: InheritedRun | None
 
     def train(self, launch: LaunchSpec, origin: Resumption | None) -> Agent:
         """Runs the workers to their end, again while they are to be started again; returns the last agent.
 
         The first agent of a run that another host has begun takes over its workers.
         """
-        agent = self._goes_on(launch, origin, self.taken) if self.taken else self._begins(launch, launch.faults, origin)
+        agent = (
+            self._goes_on(launch, origin, self.inherited)
+            if self.inherited
+            else self._begins(launch, launch.faults, origin)
+        )
         self._supervise(agent, launch.server)
         while agent.is_to_restart:
             launch = replace(launch, ownership=_on_hosts(launch.job, launch.ownership, launch.server))

@@ -93,7 +93,7 @@ class LaunchSpec:
         board = ProgressBoard.create(max(self.ownership.workers()) + 1 + self.job.standby)
         self.stack.callback(board.close)
         network_fds = _network_of_nccl(self.stack, self.recorder, self.job)
-        crew = WorkerGroup(self, board, network_fds, self._told(faults, origin), {})
+        crew = WorkerGroup(self, board, network_fds, self._welcome(faults, origin), {})
         self.stack.callback(close_workers, crew.members)
         allow_files(_FILES + _FILES_PER_WORKER * board.num_lines)
         with self.server.forking():
@@ -112,7 +112,7 @@ class LaunchSpec:
         self.stack.callback(board.close)
         struck = inherited.faults.struck
         waiting = tuple(each for each in self.faults if each.id not in struck)
-        welcome = next(iter(inherited.welcomes.values()), self._told((), origin))  # none is there if no worker lives
+        welcome = next(iter(inherited.welcomes.values()), self._welcome((), origin))  # none is there if no worker lives
         welcome = replace(welcome, faults=tuple(map(to_plain, waiting)))
         crew = WorkerGroup(self, board, (), welcome, {}, inherited.last)
         self.stack.callback(close_workers, crew.members)
@@ -124,7 +124,7 @@ class LaunchSpec:
             crew.members[process.worker] = member
         return crew
 
-    def _told(self, faults: Sequence[Fault], origin: Resumption | None) -> WelcomeMessage:
+    def _welcome(self, faults: Sequence[Fault], origin: Resumption | None) -> WelcomeMessage:
         """Returns the first message to the workers of a start, as far as it is the same for all."""
         return WelcomeMessage(
             worker=0,

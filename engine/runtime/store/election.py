@@ -23,7 +23,7 @@ class Election:
         self._kv = kv
         self._value = value
         self._ttl_s = ttl_s
-        self._kept = lease
+        self._host_lease = lease
         self._lease: Lease | None = None
 
     @property
@@ -34,20 +34,20 @@ class Election:
     def poll(self) -> bool:
         """Takes the key if it is free; returns whether this candidate holds it."""
         if self._lease is None and self._kv.get(self.key) is None:
-            lease = self._kept or self._kv.grant(self._ttl_s)
+            lease = self._host_lease or self._kv.grant(self._ttl_s)
             try:
                 outcome = self._kv.transact(Txn((absent(self.key),), (Put(self.key, self._value, lease),)))
             except LeaseLostError:
                 return False  # the lease expired meanwhile: the next poll tries again
             if outcome.succeeded:
                 self._lease = lease
-            elif self._kept is None:
+            elif self._host_lease is None:
                 self._kv.revoke(lease)
         return self._lease is not None
 
     def renew(self) -> bool:
         """Renews the lease; returns False if it has expired, so that another candidate may hold the key."""
-        if self._kept is not None:
+        if self._host_lease is not None:
             return True
         if not self._kv.keep_alive(required(self._lease, "a candidate that renews has a lease")):
             self._lease = None
@@ -55,7 +55,7 @@ class Election:
 
     def resign(self) -> None:
         """Releases the key, if this candidate holds it."""
-        if self._lease is not None and self._kept is None:
+        if self._lease is not None and self._host_lease is None:
             self._kv.revoke(self._lease)
         elif self._lease is not None:
             self._kv.transact(Txn((self.fence,), (Delete(self.key),)))
