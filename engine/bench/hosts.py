@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+import psutil
+
 from engine.bench.figures import (
     BenchRow,
     Cases,
@@ -173,17 +175,10 @@ class BedRun:
 
     def _processes(self, name: str) -> Iterator[tuple[str, int]]:
         """Yields the names and pids of the run's live processes on a host, first that of the agent."""
-        by_parent: dict[int, list[tuple[str, int]]] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    begin, _, rest = (entry / "stat").read_text().rpartition(")")
-                    by_parent.setdefault(int(rest.split()[1]), []).append((begin.partition("(")[2], int(entry.name)))
-        parents = [self._agents[name].pid]
-        while parents:
-            for comm, pid in by_parent.get(parents.pop(), ()):
-                yield comm, pid
-                parents.append(pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._agents[name].pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    yield process.name(), process.pid
 
     def records(self) -> Mapping[str, Sequence[Record]]:
         """Returns the records of each host so far, without actions."""

@@ -13,7 +13,6 @@ squares.
 from __future__ import annotations
 
 import math
-import os
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -22,6 +21,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import linear_regression, median
+
+import psutil
 
 from engine.bench.figures import BenchRow, Cases, in_turns, median_interval, row
 from engine.bench.recovery import MODES, STEP, KillCase, KillFigures, killed
@@ -314,8 +315,7 @@ def _busy_parts(members: int, waiting: int, seconds: float, folder: Path) -> tup
 
 def _cpu_s(pids: Sequence[int]) -> float:
     """Returns the seconds that processes have had a core."""
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def _growth_rows(

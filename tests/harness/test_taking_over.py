@@ -46,7 +46,7 @@ def test_what_newcomers_are_told_is_that_of_the_last_start() -> None:
         "c": [welcome(3, start="cd"), cut[1], cut[1]],  # it has no worker since all began again
         "d": [],
     }
-    away = {name: SimpleNamespace(taught=each) for name, each in hosts.items()}
+    away = {name: SimpleNamespace(past_orders=each) for name, each in hosts.items()}
     welcomes, place = taught(cast(Any, away), {"a", "b"})
     assert (sorted(welcomes), place) == ([0, 1, 2], [cut[0]])
     assert {each.start for each in welcomes.values()} == {"ab"}

@@ -122,7 +122,7 @@ def test_a_host_tells_the_next_one_what_its_workers_were_told(tmp_path: Path) ->
     workers = HostWorkers(cast(Any, server), NONE, (), board, tmp_path, JOB)
     heard: list[bytes] = []
     process = SimpleNamespace(
-        number=1, tell=heard.append, said=SimpleNamespace(packets=[]), to_plain=lambda: (1, 0, 70)
+        number=1, tell=heard.append, replay=SimpleNamespace(packets=[]), to_plain=lambda: (1, 0, 70)
     )
     workers._processes[1] = cast(Any, process)
     packets = [encode(welcome(0, 0)), encode(CUT)]

@@ -42,13 +42,13 @@ from engine.core.faults.injection import (
     SendSignal,
     taken_over,
 )
-from engine.core.history.process_records import RefusedRecord, RequestRecord
+from engine.core.history.process_records import RequestRecord
 from engine.core.history.run_records import FaultRecord, UnconfirmedRecord
 from engine.core.job.job import Job
 from engine.core.protocol.events import RecoveryPhase
 from engine.core.protocol.inputs_outputs import Place
 from engine.core.protocol.state import State
-from engine.runtime.agent.requests import MAX_BYTES, REQUEST, RequestFiles, json_of, reason_of
+from engine.runtime.agent.requests import MAX_BYTES, REQUEST, RequestFile, RequestFiles, json_of
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.faults.registry import registered, worker_kinds
 from engine.runtime.process.clock import now_ns
@@ -174,25 +174,17 @@ class FaultRequests:
 
     def look(self, injector: Injector) -> None:
         """Answers requests since the last call: a bounded number, and one with faults, which go to every worker."""
-        for request in self._files.new():
-            faults: tuple[Fault, ...] = ()
-            refusal: str | None = None
-            try:
-                if not self._injectable:
-                    raise ValueError(CLOSED)
-                faults = read_request(request.text(), self._job, self._workers, injector.injection.known)
-            except FileNotFoundError:
-                continue  # it was withdrawn
-            except Exception as error:  # of any kind: a file of a user must not end the launcher
-                refusal = reason_of(error)
-            if not self._files.remove(request):
-                continue  # whoever removes it decides: its sender knows that no fault strikes
-            if refusal is not None:
-                self._recorder.write(RefusedRecord(request=request.name, reason=refusal))
-                continue
-            self._recorder.write(RequestRecord(request=request.name, faults=tuple(fault.id for fault in faults)))
-            injector.add(faults)
-            return
+
+        def read(request: RequestFile) -> tuple[Fault, ...]:
+            if not self._injectable:
+                raise ValueError(CLOSED)
+            return read_request(request.text(), self._job, self._workers, injector.injection.known)
+
+        for request, faults in self._files.accepted(read, self._recorder):
+            if self._files.remove(request):  # whoever removes it decides: its sender knows that no fault strikes
+                self._recorder.write(RequestRecord(request=request.name, faults=tuple(fault.id for fault in faults)))
+                injector.add(faults)
+                return
 
 
 def read_request(text: str, job: Job, workers: Collection[int], known: Collection[str]) -> tuple[Fault, ...]:

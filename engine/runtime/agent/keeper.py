@@ -73,7 +73,7 @@ class Keeper(HelperProcess):
     def ask(self, name: str, *arguments: Any, limit_s: float | None = None) -> Any:
         """Returns the answer of a function of `disk_work.WORK` in `limit_s`, else is given up; raises StorageError."""
         with self._asking:
-            answer = self._answer(line([name, *arguments]), limit_s)
+            answer = self.exchange(line([name, *arguments]), self.place, limit_s)
         if not answer.endswith(b"\n"):
             raise StorageError(self.why or "the process that writes the manifests has ended")
         value, error = json.loads(answer)
@@ -84,21 +84,6 @@ class Keeper(HelperProcess):
     def stop_waiting(self, limit_s: float) -> str:
         """Gives the keeper up, which has not answered within the limit; returns its name if it is left behind."""
         return self.give_up(f"{self.place!r} has not answered for {limit_s:g} s")
-
-    def _answer(self, question: bytes, limit_s: float | None) -> bytes:
-        if (near := self.near) is None:
-            return b""
-        answer = b""
-        try:
-            near.settimeout(limit_s)
-            near.sendall(question)
-            while not answer.endswith(b"\n") and (more := near.recv(1 << 16)):
-                answer += more
-        except TimeoutError:
-            self.stop_waiting(limit_s or 0.0)
-        except OSError:  # it has ended, or was given up
-            return b""
-        return answer
 
 
 def keeper_for(server: Spawner, job: Job, folder: str, heir: str) -> Keeper:

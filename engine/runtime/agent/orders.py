@@ -18,7 +18,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 from engine.core.errors import (
@@ -56,7 +55,7 @@ class HelperProcess:
     """The near end of such a process, which `start` starts."""
 
     def __init__(self, start: StartAway):
-        self.why = ""  # it was given up, or has ended
+        self.why = self.left = ""  # it was given up, or has ended; its name, if it survived SIGKILL then
         self._start = start
         self._child: Child | None = None
         self.near: socket.socket | None = None
@@ -80,6 +79,26 @@ class HelperProcess:
             return ""
         self._child.signal(signal.SIGKILL)
         return f"{self._child.name} (pid {self._child.pid})" if self._child.wait(patience_s) is None else ""
+
+    def exchange(self, question: bytes, place: str, limit_s: float | None) -> bytes:
+        """Returns the line that answers a question; not a whole one if the process has ended, or was given up.
+
+        It is given up if the disk with `place` does not answer in time: `why` says so, and `left` names it if it stays.
+        """
+        if (near := self.near) is None:
+            return b""
+        answer = b""
+        try:
+            near.settimeout(limit_s)
+            if question:  # a process that has answered and ended takes none
+                near.sendall(question)
+            while not answer.endswith(b"\n") and (more := near.recv(1 << 16)):
+                answer += more
+        except TimeoutError:
+            self.left = self.give_up(f"{place!r} has not answered for {limit_s or 0.0:g} s")
+        except OSError:  # it has ended, or was given up
+            return b""
+        return answer
 
     def close(self) -> None:
         """Ends the process, unless it was given up."""
@@ -173,21 +192,12 @@ def answered(place: str, work: Callable[[], Any], limit_s: float = 0.0) -> Any:
     away = HelperProcess(forked("bamboo-reader", tell))
     away.begin()
     try:
-        return _answer_of(away, place, limit_s or LIMIT_S)
+        answer = away.exchange(b"", place, limit_s or LIMIT_S)
     finally:
         away.close()
-
-
-def _answer_of(away: HelperProcess, place: str, limit_s: float) -> Any:
-    near, answer = required(away.near, "the process has begun"), b""
-    near.settimeout(limit_s)
-    try:
-        answer = b"".join(iter(partial(near.recv, 1 << 16), b""))
-    except TimeoutError:
-        why = f"{place!r} has not answered for {limit_s:g} s"
-        left = away.give_up(why)
-        raise StorageError(f"{why}; {left} survived SIGKILL: left behind" if left else why) from None
-    if not answer:
+    if away.why:
+        raise StorageError(f"{away.why}; {away.left} survived SIGKILL: left behind" if away.left else away.why)
+    if not answer.endswith(b"\n"):
         raise StorageError(f"the process that reads {place!r} has ended")
     value, error = json.loads(answer)
     if error is not None:

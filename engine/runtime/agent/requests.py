@@ -7,11 +7,12 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from engine.core.errors import BambooError
 from engine.core.history.process_records import RefusedRecord
@@ -29,6 +30,7 @@ from engine.runtime.process.recorder import Recorder
 
 
 MAX_BYTES = 65_536
+T = TypeVar("T")
 REQUEST = "request-"  # the beginning of the name of a request for faults
 _ENDING = ".json"
 _MOST_DEEP = 8  # brackets in brackets; a fault has four
@@ -107,6 +109,19 @@ class RequestFiles:
         self._left_there.add(request.name)
         return True
 
+    def accepted(self, read: Callable[[RequestFile], T], recorder: Recorder) -> Iterator[tuple[RequestFile, T]]:
+        """Yields the requests to answer now, each as `read` returns it; one that it refuses is recorded and removed."""
+        for request in self.new():
+            try:
+                value = read(request)
+            except FileNotFoundError:
+                continue  # it was withdrawn
+            except Exception as error:  # of any kind: a file of a user must not end the launcher
+                if self.remove(request):  # else its sender does not wait for an answer
+                    recorder.write(RefusedRecord(request=request.name, reason=reason_of(error)))
+                continue
+            yield request, value
+
 
 def reason_of(error: Exception) -> str:
     """Returns why a request is refused, in words."""
@@ -161,14 +176,8 @@ class JoinRequests:
 
     def look(self, state: State, hands: WorkerControls) -> None:
         """Answers the requests since the last call; starts one worker at most."""
-        for request in self._files.new():
-            try:
-                added = self._carry_out(json_of(request.text()), state, hands)
-            except FileNotFoundError:
-                continue  # it was withdrawn
-            except Exception as error:  # of any kind: a file of a user must not end the launcher
-                self._recorder.write(RefusedRecord(request=request.name, reason=reason_of(error)))
-                added = None
+        read = partial(self._carry_out, state, hands)
+        for request, added in self._files.accepted(read, self._recorder):
             if added is not None:
                 worker, joins = added
                 self._recorder.write(AddedRecord(request=request.name, of=worker, joins=joins))
@@ -178,9 +187,9 @@ class JoinRequests:
                     hands.notify(added[0])
                 return
 
-    def _carry_out(self, request: Any, state: State, hands: WorkerControls) -> tuple[int, bool] | None:
+    def _carry_out(self, state: State, hands: WorkerControls, request: RequestFile) -> tuple[int, bool] | None:
         """Returns the number of the worker that was started, and whether it joins; None for a notice."""
-        match request:
+        match json_of(request.text()):
             case {"ask": "join", "standby": bool(is_standby), **rest} if not rest:
                 self._check(state, hands)
                 return hands.start(not is_standby), not is_standby

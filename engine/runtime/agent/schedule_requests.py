@@ -7,15 +7,15 @@ files stand in `requests.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from engine.core.history.process_records import RefusedRecord
 from engine.core.job.job import Job
 from engine.core.protocol.events import WantedSchedule
 from engine.core.protocol.schedule_change import change_of
 from engine.core.protocol.state import State
-from engine.runtime.agent.requests import TOO_LATE, RequestFiles, json_of, reason_of
+from engine.runtime.agent.requests import TOO_LATE, RequestFile, RequestFiles, json_of
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.recorder import Recorder
 
@@ -30,20 +30,12 @@ class ScheduleRequests:
 
     def look(self, state: State, decide: Callable[[WantedSchedule], object]) -> None:
         """Answers one request, if there is one since the last call."""
-        for request in self._files.new()[:1]:
-            try:
-                change = self._wanted(json_of(request.text()), state)
-            except FileNotFoundError:
-                continue  # it was withdrawn
-            except Exception as error:  # of any kind: a file of a user must not end the launcher
-                self._recorder.write(RefusedRecord(request=request.name, reason=reason_of(error)))
-                self._files.remove(request)
-                continue
+        for request, change in islice(self._files.accepted(partial(self._wanted, state), self._recorder), 1):
             if self._files.remove(request):
                 decide(change)
 
-    def _wanted(self, request: Any, state: State) -> WantedSchedule:
-        match request:
+    def _wanted(self, state: State, request: RequestFile) -> WantedSchedule:
+        match json_of(request.text()):
             case {"schedule": str(name), **rest} if not rest:
                 if state.committed + 1 >= state.last_step:
                     raise ValueError(TOO_LATE)
