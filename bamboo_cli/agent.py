@@ -230,7 +230,7 @@ def _printed(ended: HostRunEnd, resolved: ResolvedJob, as_json: bool) -> int:
 
 def _add_worker(join: str, results: Path, *, is_standby: bool, as_json: bool) -> NoReturn:
     """Adds a worker; Ctrl-C gives it its notice, and it hands over and leaves."""
-    from engine.harness.join_run import AddedWorker, run_to_join
+    from engine.harness.live_run import AddedWorker, run_to_join
     from engine.runtime.process.interrupts import holding
 
     if not join:

@@ -337,7 +337,7 @@ def use(
     as_json: AsJson = False,
 ) -> None:
     """Switch a live run to another schedule at the next step boundary; its bits stay the same."""
-    from engine.harness.use_schedule import use_schedule
+    from engine.harness.live_run import use_schedule
 
     folder, epoch, step = use_schedule(results, run, name)
     if as_json:

@@ -22,20 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from engine.core.errors import (
-    BambooError,
-    CoordinatorUnavailableError,
-    EnvironmentLacksError,
-    ExitCode,
-    NothingMatchedError,
-    Problem,
-    StorageError,
-    UserCodeError,
-    UserError,
-    WorkerFailedError,
-    nearest,
-    required,
-)
+from engine.core.errors import BambooError, NothingMatchedError, Problem, UserError, error_of_code, nearest, required
 from engine.core.history.run_records import Record
 from engine.core.texts import counted, printable
 from engine.files.events_file import GrowingEvents, StepReader, read_history
@@ -159,26 +146,13 @@ def result_of(folder: Path, word: Mapping[str, Any]) -> TrainingResult:
     )
 
 
-# The exceptions that stand for the exit codes of a child process.
-_CLASSES: Mapping[int, type[BambooError]] = {
-    ExitCode.USAGE: UserCodeError,
-    ExitCode.NOT_RECOVERED: WorkerFailedError,
-    ExitCode.ENVIRONMENT: EnvironmentLacksError,
-    ExitCode.NOTHING_MATCHED: NothingMatchedError,
-    ExitCode.COORDINATOR_UNAVAILABLE: CoordinatorUnavailableError,
-    ExitCode.STORAGE: StorageError,
-}
-
-
 def error_of(word: Mapping[str, Any]) -> BambooError:
     """Returns the error in the last object printed by a command, with its exit code."""
     problems = word.get("problems") or ()
     if problems:
         return UserError(Problem(**problem) for problem in problems)
     code, text = int(word["exit_code"]), str(word["error"] or f"{word['outcome']}, exit code {word['exit_code']}")
-    error = _CLASSES.get(code, BambooError)(text)
-    error.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
-    return error
+    return error_of_code(code, text)
 
 
 # The child process of a run: `bamboo run` with the keywords of a call.

@@ -260,6 +260,17 @@ class ReplicasDifferError(InvariantError):
     notice = "replicas-differ"
 
 
+_KINDS = (UserCodeError, WorkerFailedError, EnvironmentLacksError, NothingMatchedError)
+_OF_CODE = {int(kind.exit_code): kind for kind in (*_KINDS, CoordinatorUnavailableError, StorageError)}
+
+
+def error_of_code(code: int, text: str) -> BambooError:
+    """Returns the error that another process has told by its exit code; an unknown code is an internal error."""
+    error = _OF_CODE.get(code, BambooError)(text)
+    error.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
+    return error
+
+
 @dataclass(frozen=True, slots=True)
 class Impossible:
     """A cell of a protocol's table for a pair of state and input that only a bug can cause, with the reason."""

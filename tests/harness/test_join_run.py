@@ -26,8 +26,8 @@ from engine.files.host_facts import host_facts
 from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import own_sources
-from engine.harness import join_run
-from engine.harness.join_run import AddedWorker, run_to_join
+from engine.harness import live_run
+from engine.harness.live_run import AddedWorker, run_to_join
 from engine.runtime.process.locks import folder_used
 from engine.runtime.process.recorder import Recorder, open_events
 
@@ -137,7 +137,7 @@ def followed(monkeypatch: pytest.MonkeyPatch, folder: RunFolder, *records: Recor
 
     ended = TrainingEndedRecord(outcome="finished", exit_code=0)
     coming = iter([added, *((lambda each=each: each) for each in (*records, ended))])
-    monkeypatch.setattr(join_run, "_pause", lambda is_breakable: add_records(folder.events, next(coming)()))
+    monkeypatch.setattr(live_run, "_pause", lambda is_breakable: add_records(folder.events, next(coming)()))
     return [(each["event"], each["text"]) for each in AddedWorker(folder, is_standby=False).follow()][1:-1]
 
 
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_is_told_of_though_the_run_goes_on(monkeypatch: pytes
             add_records(folder.events, ExitRecord(at_ns=8, of=3, code=-9, expected=False, seen_ns=7))
         time.sleep(0.001)
 
-    monkeypatch.setattr(join_run, "_pause", wait)
-    monkeypatch.setattr(join_run, "_ENDS_WITHIN_S", 0.05)
+    monkeypatch.setattr(live_run, "_pause", wait)
+    monkeypatch.setattr(live_run, "_ENDS_WITHIN_S", 0.05)
     with pytest.raises(BambooError, match="worker 3 exited with code -9, and the run continues without it"):
         list(AddedWorker(folder, is_standby=False).follow())

@@ -16,19 +16,11 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from engine.core.errors import (
-    BambooError,
-    EnvironmentLacksError,
-    NothingMatchedError,
-    Problem,
-    StorageError,
-    UserError,
-    required,
-)
+from engine.core.errors import BambooError, Problem, StorageError, UserError, error_of_code, required
 from engine.core.texts import counted, exit_text
 from engine.files.atomic_write import of_system
 from engine.runtime.process.fork_client import Child
@@ -46,9 +38,6 @@ _LEAVE_S = 0.3  # from the end of its work to the end of the process
 _CHILD_GONE_S = 1.0  # the same, from SIGKILL
 _OF_THIS_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)  # with handlers that a fork inherits
 StartAway = Callable[[int], Child | None]  # gets the far end of a socket; a thread of this process is no child
-_CLASSES: Mapping[int, type[BambooError]] = {
-    kind.exit_code: kind for kind in (StorageError, NothingMatchedError, EnvironmentLacksError)
-}  # of the errors that a process tells; others are mistakes of the user
 
 
 class HelperProcess:
@@ -128,7 +117,7 @@ def heard(plain: list[Any]) -> BambooError:
     code, text, problems = plain
     if problems:
         return UserError(Problem(**each) for each in problems)
-    return _CLASSES[code](text) if code in _CLASSES else BambooError(text, code)
+    return error_of_code(code, text)
 
 
 def forked(name: str, work: Callable[[int], object]) -> StartAway:

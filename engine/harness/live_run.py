@@ -1,8 +1,8 @@
-"""Adds a worker to a running job: writes a request for its launcher, then follows the worker through the events.
+"""Asks the launcher of a running job for one more worker, or for another schedule, and follows the events of the run.
 
-Rules: the launcher starts the worker with the code it has loaded, on the host with the fewest workers. A command with
-other code or other arithmetic is refused first. `AddedWorker` writes the request, readable only by the user, and
-withdraws it if the launcher does not accept it.
+Rules: a request is readable only by the user, and is withdrawn if the launcher has not taken it when the command ends.
+The launcher decides: it starts the worker with the code it has loaded, on the host with the fewest workers; a command
+with other code or other arithmetic is refused first. It checks that a schedule fits the job.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from engine.core.history.run_records import (
 from engine.core.job.bit_fields import compared_facts, different_facts
 from engine.core.job.job import Job
 from engine.core.protocol.run_status import idle_members
+from engine.core.protocol.schedule_change import OWN
 from engine.core.texts import places_text
 from engine.files.events_file import GrowingEvents
 from engine.files.host_facts import host_facts
@@ -45,6 +46,7 @@ from engine.files.run_folder import LATEST, RunFolder, find_run
 from engine.files.trajectory_file import own_sources
 from engine.harness.dead_runs import launcher_runs, live_runs
 from engine.runtime.agent.requests import BEGINNING, CLOSED, TOO_LATE, ask, takes_workers, withdraw
+from engine.runtime.agent.schedule_requests import BEGINNING as SCHEDULE
 from engine.runtime.process.interrupts import RunInterruptedError, present, rest
 
 _POLL_S = 0.1
@@ -63,7 +65,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
         UserError: no worker can join it.
         EnvironmentLacksError: this command has other code or other arithmetic.
     """
-    folder, history = live_run(results, run, "nothing can join it")
+    folder, history = _live_run(results, run, "nothing can join it")
     if not takes_workers(history.job):
         hint = "start it with --elastic or --standby N"
         raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
@@ -74,7 +76,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
     return folder
 
 
-def live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]:
+def _live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory]:
     """Returns a live run, and its history so far.
 
     Raises:
@@ -113,6 +115,22 @@ def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
         raise EnvironmentLacksError("\n".join([*lines, "a worker with other code or arithmetic gives other bits"]))
 
 
+class _LiveRun:
+    """A running job, whose records are read as its launcher writes them."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder, self.history = folder, RunHistory()
+        self._growing = GrowingEvents(folder.events)
+
+    def news(self) -> Iterator[Record]:
+        for record in self._growing.news():
+            self.history.add(record)
+            yield record
+
+    def is_over(self) -> bool:
+        return self.history.training_ended is not None or not launcher_runs(self.history, self.folder.path)
+
+
 class AddedWorker:
     """One worker that is added to a run."""
 
@@ -120,8 +138,7 @@ class AddedWorker:
         self.folder = folder
         self.worker: int | None = None
         self._is_standby = is_standby
-        self._growing = GrowingEvents(folder.events)
-        self._history = RunHistory()
+        self._run = _LiveRun(folder)
         self._members: tuple[int, ...] = ()
         self._owned: tuple[int, ...] = ()
         self._idle = ""  # why it owns nothing, as last said
@@ -157,7 +174,7 @@ class AddedWorker:
     @property
     def exit_code(self) -> int:
         """The exit code of the run, or 0 if the worker has left before."""
-        ended = self._history.training_ended
+        ended = self._run.history.training_ended
         return 0 if ended is None else ended.exit_code
 
     def _withdraw(self, request: Path) -> None:
@@ -171,7 +188,7 @@ class AddedWorker:
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while self.worker is None:
             yield from self._news(request)
-            if self._is_over():
+            if self._run.is_over():
                 raise NothingMatchedError(f"{self.folder.path.name} has ended: name a live run")
             if self.worker is None and time.monotonic() > until_s:
                 text = f"{self.folder.path}: its launcher does not answer, and did not start a worker"
@@ -184,9 +201,9 @@ class AddedWorker:
         until_s = float("inf")
         while True:
             yield from self._news()
-            if self._is_over():
+            if self._run.is_over():
                 yield from self._news()
-                if self._history.training_ended is None:
+                if self._run.history.training_ended is None:
                     text = f"{self.folder.path.name}: its launcher was killed, and all its workers with it"
                     raise BambooError(text, ExitCode.NOT_RECOVERED)
                 return
@@ -199,12 +216,8 @@ class AddedWorker:
                 raise BambooError(text, ExitCode.NOT_RECOVERED)
             _pause(is_breakable=is_breakable)
 
-    def _is_over(self) -> bool:
-        return self._history.training_ended is not None or not launcher_runs(self._history, self.folder.path)
-
     def _news(self, request: str = "") -> Iterator[News]:
-        for record in self._growing.news():
-            self._history.add(record)
+        for record in self._run.news():
             if request and isinstance(record, RefusedRecord) and record.request == request:
                 if record.reason == TOO_LATE:
                     name = self.folder.path.name
@@ -240,11 +253,12 @@ class AddedWorker:
                 yield self._said("run ended", f"the run has ended: {outcome}", **end)
 
     def _of_epoch(self, members: tuple[int, ...], owners: tuple[int, ...]) -> Iterator[News]:
-        after = f"after step {self._history.committed}" if self._history.of(CommitRecord) else "before the first commit"
+        history = self._run.history
+        after = f"after step {history.committed}" if history.of(CommitRecord) else "before the first commit"
         if self.worker in members and self.worker not in self._members:
             yield self._said("member", f"worker {self.worker} is a member, {after}")
         self._members = members
-        job = self._history.job
+        job = history.job
         owned = tuple(place for place, owner in enumerate(owners) if owner == self.worker)
         if owned != self._owned:
             self._owned = owned
@@ -253,20 +267,58 @@ class AddedWorker:
 
     def _of_idle_worker(self, record: Record) -> Iterator[News]:
         if isinstance(record, EpochRecord | HeirsRecord | PolicyRecord):
-            why = idle_members(self._history).get(required(self.worker, "the launcher has answered"), "")
+            why = idle_members(self._run.history).get(required(self.worker, "the launcher has answered"), "")
             if why and why != self._idle:
                 yield self._said("idle", f"worker {self.worker} {why}")
             self._idle = why
 
     def _limit(self) -> str:
         """Returns words about the most workers of the run if it has them, so that the worker waits for a free place."""
-        most, epochs = self._history.job.max_workers, self._history.epochs
+        most, epochs = self._run.history.job.max_workers, self._run.history.epochs
         is_full = 0 < most <= len(epochs[-1].members if epochs else ())
         return f", because the run has {most} workers (--max-workers)" if is_full else ""
 
     def _said(self, event: str, text: str, **more: object) -> News:
-        return {"event": event, "worker": self.worker, "step": self._history.committed, **more, "text": text}
+        return {"event": event, "worker": self.worker, "step": self._run.history.committed, **more, "text": text}
 
 
 def _pause(*, is_breakable: bool) -> None:
     (rest if is_breakable else time.sleep)(_POLL_S)
+
+
+def use_schedule(results: Path, run: str, name: str) -> tuple[RunFolder, EpochRecord, int]:
+    """Lets a run use a schedule; returns its folder, the epoch that has the schedule, and the first step of it.
+
+    Raises:
+        NothingMatchedError: there is no such run, or it has ended, or no step boundary is left.
+        UserError: the schedule does not fit the job, or is in use; or another host coordinates the run.
+        BambooError: the launcher does not answer.
+    """
+    folder, history = _live_run(results, run, "no step is left for another schedule")
+    if chief := coordinating_host(history):
+        hint = f"use the run folder of host {chief}"
+        raise UserError([Problem("--run", "the run on the host that coordinates it", folder.path.name, hint)])
+    live = _LiveRun(folder)
+    epoch = max((each.epoch for each in live.news() if isinstance(each, EpochRecord)), default=0)
+    request = ask(folder.path, SCHEDULE, {"schedule": name})
+    wanted, until_s = "" if name in (OWN, live.history.job.schedule) else name, time.monotonic() + _HEARD_WITHIN_S
+    try:
+        while True:
+            for record in live.news():
+                if isinstance(record, RefusedRecord) and record.request == request.name:
+                    raise _refusal(folder, name, record.reason)
+                if isinstance(record, EpochRecord) and record.epoch > epoch and record.schedule == wanted:
+                    return folder, record, live.history.committed + 1
+            if live.is_over():
+                raise NothingMatchedError(f"{folder.path.name} has ended before it could use schedule {name}")
+            if request.exists() and time.monotonic() > until_s:
+                raise BambooError(f"{folder.path}: its launcher does not answer", ExitCode.NOT_RECOVERED)
+            rest(_POLL_S)
+    finally:
+        withdraw(request)
+
+
+def _refusal(folder: RunFolder, name: str, reason: str) -> BambooError:
+    if reason == TOO_LATE:
+        return NothingMatchedError(f"{folder.path.name}: {reason}, and no step is left for schedule {name}")
+    return UserError([Problem("NAME", "a schedule that the run can use", repr(name), reason)])
