@@ -389,10 +389,10 @@ def _all_struck(faults: Sequence[ExternalFault], run: ExternalRun) -> Check:
     ]
     if wrong and not run.of(StepReport):
         wrong[0] += "; no rank has reported a step: call bamboo.progress(step) in it, or give `progress:` a pattern"
-    effects_text = "; ".join(
+    words = "; ".join(
         f"{fault.id}: {_after_moment(fault, run)}{effects[fault.id].how}" for fault in faults if not wrong
     )
-    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or effects_text)
+    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or words)
 
 
 def _after_moment(fault: ExternalFault, run: ExternalRun) -> str:

@@ -123,17 +123,13 @@ def _is_loopback(host: str) -> bool:
 
 def _of_job(options: HostOptions, job: Job) -> list[Problem]:
     problems = []
-    num_workers = job.num_workers
+    count = job.num_workers
     room = options.workers * options.number
-    if options.workers < 0 or (options.workers and room < num_workers):
+    if options.workers < 0 or (options.workers and room < count):
         hint = f"{options.number} hosts with {options.workers} workers each have room for {max(room, 0)}"
-        problems.append(
-            Problem("--workers", f"room for the {num_workers} workers of the job", str(options.workers), hint)
-        )
-    if options.number > num_workers:
-        problems.append(
-            Problem("--hosts", f"at most one host for each of the {num_workers} workers", str(options.number))
-        )
+        problems.append(Problem("--workers", f"room for the {count} workers of the job", str(options.workers), hint))
+    if options.number > count:
+        problems.append(Problem("--hosts", f"at most one host for each of the {count} workers", str(options.number)))
     if job.backend == "nccl":
         hint = (
             "groups of NCCL have no proof of the run's key, and none has been tried between hosts; links take GPUs too"

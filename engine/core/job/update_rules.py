@@ -130,15 +130,13 @@ def group_of(groups: Sequence[ParamGroup], name: str) -> ParamGroup | None:
 
 def idle_groups(groups: Sequence[ParamGroup], names: Iterable[str]) -> list[Problem]:
     """Returns a problem for each group that has no parameter among the plain `names` of a model."""
-    parameters = tuple(names)
-    used = {id(group_of(groups, name)) for name in parameters}
+    params = tuple(names)
+    used = {id(group_of(groups, name)) for name in params}
     problems = []
     for group in groups:
         if id(group) not in used:
-            matched = next((name for name in parameters if re.search(group.pattern, name)), "")
-            hint = (
-                f"the names are {', '.join(parameters[:_MOST_NAMES])}{', ...' if len(parameters) > _MOST_NAMES else ''}"
-            )
+            matched = next((name for name in params if re.search(group.pattern, name)), "")
+            hint = f"the names are {', '.join(params[:_MOST_NAMES])}{', ...' if len(params) > _MOST_NAMES else ''}"
             if matched:
                 hint = f"an earlier group has each of its parameters, such as {matched}"
             problems.append(Problem("param_groups", "patterns that match a parameter", repr(group.pattern), hint))

@@ -172,11 +172,8 @@ class _Run:
 
         The first agent of a run that another host has begun takes over its workers.
         """
-        agent = (
-            self._goes_on(launch, origin, self.inherited)
-            if self.inherited
-            else self._begins(launch, launch.faults, origin)
-        )
+        before = self.inherited
+        agent = self._goes_on(launch, origin, before) if before else self._begins(launch, launch.faults, origin)
         self._supervise(agent, launch.server)
         while agent.is_to_restart:
             launch = replace(launch, ownership=_on_hosts(launch.job, launch.ownership, launch.server))

@@ -153,21 +153,17 @@ class EtcdCalls:
         self.check_process()
         until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
         came: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        endpoints, num_sent = set[Endpoint | SocketEndpoint](), 0  # those that have not answered yet
+        busy, num_sent = set[Endpoint | SocketEndpoint](), 0  # those that have not answered yet
         while True:
             if self._has_lost and method not in _ANY_ORDER:
                 read = rpc.RangeRequest(key=(self._root or "/bamboo/").encode(), keys_only=True)
                 self.ask("Range", read, until_s - time.monotonic())
             timeout_s = self._timeout_s(until_s - time.monotonic())
-            due = (
-                [each for each in self._settings.endpoints if each not in endpoints]
-                if self._has_lost
-                else [self._next()]
-            )
+            due = [each for each in self._settings.endpoints if each not in busy] if self._has_lost else [self._next()]
             num_sent += len(due)
-            endpoints.update(due)
+            busy.update(due)
             with breakable():
-                if len(endpoints) == 1:
+                if len(busy) == 1:
                     self._attempt(due[0], method, request, timeout_s, came)
                 else:
                     for endpoint in due:
@@ -177,7 +173,7 @@ class EtcdCalls:
                     answer = came.get(timeout=max(0.0, until_s - time.monotonic()) + PAUSE_S)
                 except queue.Empty:  # one that logs in
                     raise self._unavailable("it is too slow") from None
-            endpoints.discard(answer.endpoint)
+            busy.discard(answer.endpoint)
             if answer.error is None:
                 self._turn, self._has_lost = self._settings.endpoints.index(answer.endpoint), False
                 return answer.reply, num_sent > 1
