@@ -291,11 +291,11 @@ def required(value: Value | None, promise: str) -> Value:
     return value
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, names: Iterable[str]) -> str:
     """Returns ``did you mean 'x'?`` for the nearest known spelling of `word`, in any case, or an empty string."""
     if len(word) > _LONGEST_NAME:
         return ""
-    by_lower = {each.lower(): each for each in islice(known, _MOST_NAMES)}
+    by_lower = {each.lower(): each for each in islice(names, _MOST_NAMES)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"did you mean {by_lower[close[0]]!r}?" if close else ""
 

@@ -305,11 +305,11 @@ def healed(
 
 def _kept(owner: int, staying: tuple[int, ...], most: int, host_of: Mapping[int, str]) -> tuple[int, ...]:
     """Returns the shadows that stay, the first `most`; the last of them is on another host if no other one is."""
-    kept = staying[:most]
-    if not kept or not _on_one_host(owner, kept, host_of):
-        return kept
+    shadows = staying[:most]
+    if not shadows or not _on_one_host(owner, shadows, host_of):
+        return shadows
     elsewhere = [each for each in staying[most:] if host_of.get(each) != host_of.get(owner)]
-    return (*kept[:-1], elsewhere[0]) if elsewhere else kept
+    return (*shadows[:-1], elsewhere[0]) if elsewhere else shadows
 
 
 def _on_one_host(owner: int, shadows: tuple[int, ...], host_of: Mapping[int, str]) -> bool:

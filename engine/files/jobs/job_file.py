@@ -91,8 +91,8 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
     layer = layers[at["epochs"]]
     if at["steps"] < at["epochs"]:
         return True
-    if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
-        (entry,) = [each for each in layer.given if each.name == "epochs"]
+    if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.entries}:  # no record
+        (entry,) = [each for each in layer.entries if each.name == "epochs"]
         raise UserError([entry.problem("no steps with it", str(job.steps), "give epochs or steps, not both")])
     return False
 
@@ -185,7 +185,7 @@ def resolve_job(
     overrides = [set_layer(settings), flag_layer(flags or {}), *([last] if last is not None else [])]
     if kept is not None:
         of_checkpoint = document_layer(kept, KEPT)
-        of_checkpoint.given = without_noted(of_checkpoint.given)
+        of_checkpoint.entries = without_noted(of_checkpoint.entries)
         return merge([of_checkpoint, *layers, *overrides], offered)
     if record := next((each.record for each in layers), None):
         resolved = merge([*layers, *overrides], offered)
@@ -204,7 +204,7 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING, *, moves: bool 
     Raises:
         UserError: with every problem of every layer.
     """
-    entries = {each.path: each for layer in layers for each in layer.given}
+    entries = {each.path: each for layer in layers for each in layer.entries}
     spans = spans_of(entries.values())
     job = _job(each for each in entries.values() if each.name not in spans and not is_automatic(each))
     problems = [problem for layer in layers for problem in layer.problems]
@@ -285,7 +285,7 @@ def _at_its_place(problem: Problem, entries: Mapping[tuple[str, ...], FieldValue
 def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Problem]:
     rank: dict[str, int] = {}
     for layer in layers:
-        for source in [*(each.source for each in layer.problems), *(each.source for each in layer.given)]:
+        for source in [*(each.source for each in layer.problems), *(each.source for each in layer.entries)]:
             rank.setdefault(source, len(rank))
     # A problem between defaults and given values may have no source; it comes first.
     return sorted(problems, key=lambda problem: (rank.get(problem.source, -1), problem.line, problem.column))

@@ -202,7 +202,7 @@ RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE, "BAMBOO_PROGRESS")
 class Layer:
     """The valid values of one layer, and the problems with others; from the `record` of a run it has every field."""
 
-    given: list[FieldValue] = field(default_factory=list)
+    entries: list[FieldValue] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     record: Document | None = None
 
@@ -212,7 +212,7 @@ class Layer:
         if isinstance(checked, Problem):
             self.problems.append(checked)
         else:
-            self.given.append(checked)
+            self.entries.append(checked)
 
     def add_text(self, entry: FieldValue) -> None:
         """Adds a value from the command line or the environment, where it is text."""
@@ -359,5 +359,5 @@ def keyword_layer(values: Mapping[str, Any], source: str) -> Layer:
 def last_with(name: str, layers: Sequence[Layer]) -> int:
     """Returns the number of the last layer that gives a field; -1 if none does."""
     return max(
-        (index for index, layer in enumerate(layers) if any(each.name == name for each in layer.given)), default=-1
+        (index for index, layer in enumerate(layers) if any(each.name == name for each in layer.entries)), default=-1
     )

@@ -104,8 +104,8 @@ class ScenarioJobs:
     def num_slots(self, job: object) -> int | None:
         """Returns the slots of a pipeline of a job, as a scenario gives it; None if that has a mistake."""
         own = job if isinstance(job, dict) else {}
-        base = {each.path[0]: each.value for layer in self._base(self._source(job)) for each in layer.given}
-        return slots_of_fields(base | own | {each.path[0]: each.value for each in self._changes().given})
+        base = {each.path[0]: each.value for layer in self._base(self._source(job)) for each in layer.entries}
+        return slots_of_fields(base | own | {each.path[0]: each.value for each in self._changes().entries})
 
     def _source(self, job: object) -> JobSource:
         if job is None:

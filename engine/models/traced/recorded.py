@@ -156,8 +156,8 @@ def bound(module: nn.Module, example: Example) -> ForwardCall:
     else:
         args, kwargs = (inputs, {}) if form is None else unflatten(form, inputs)
         at = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        given = {*at[: len(args)], *kwargs}
-        names = [each.name for each in parameters if each.name in TARGETS and each.name not in given]
+        bound_args = {*at[: len(args)], *kwargs}
+        names = [each.name for each in parameters if each.name in TARGETS and each.name not in bound_args]
     targets = tuple(each.clone() for each in example.batch.targets[: len(names)])
     return ForwardCall(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
 
@@ -270,21 +270,21 @@ ByParameter = dict[str, Tensors]  # tensors by the parameter of the forward that
 _HINT = "dimension 0 is --microbatch-size; or return the module alone: it is then recorded with the first microbatch"
 
 
-def with_given(module: nn.Module, example: Example, given: Any) -> Example:
+def with_given(module: nn.Module, example: Example, inputs: Any) -> Example:
     """Returns the example with the given inputs in the place of those of the data; raises UserError if they differ."""
     call = bound(module, example)
     theirs = _named(module, call.args, call.kwargs)
-    if isinstance(given, Mapping):
-        ours = _named(module, (), dict(given))
+    if isinstance(inputs, Mapping):
+        ours = _named(module, (), dict(inputs))
     else:
-        ours = _named(module, (given,) if isinstance(given, Tensor) else tuple(given), {})
+        ours = _named(module, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {})
     of_targets = {id(each) for each in call.targets} - {id(each) for each in call.inputs}
     needed = {name for name, tensors in theirs.items() if not all(id(each) in of_targets for each in tensors)}
     known = needed <= ours.keys() <= theirs.keys()
     names = dict.fromkeys([*theirs, *ours]) if not known else ours
-    expected, given = _inputs_text(theirs, names), _inputs_text(ours, names)
-    if expected != given:
-        raise UserError([Problem("model", f"example inputs as the data: {expected}", given, _HINT)])
+    expected, text = _inputs_text(theirs, names), _inputs_text(ours, names)
+    if expected != text:
+        raise UserError([Problem("model", f"example inputs as the data: {expected}", text, _HINT)])
     pairs = [zip(theirs[name], ours[name], strict=True) for name in ours]
     instead = {id(one): other.detach() for each in pairs for one, other in each}
 
