@@ -60,7 +60,10 @@ class TensorDifference(NamedTuple):
 
 
 class RowsEquality(NamedTuple):
-    """How many rows of two trajectories are equal, the first difference, and the hashes after the last step."""
+    """How many rows of two trajectories are equal, the first difference, and the hashes after the last step.
+
+    `last` is the last step of both, -1 without any.
+    """
 
     equal: int
     rows: int

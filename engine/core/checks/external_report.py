@@ -177,7 +177,10 @@ class ExternalRecovery:
 
 @dataclass(frozen=True, slots=True)
 class ExternalRun:
-    """One run of a job: its events by time, the processes left at its end, if known, and unreadable reports."""
+    """One run of a job: its events by time, and the processes left at its end, if known.
+
+    `unread` counts the reports of steps that could not be read, `unread_states` those of states.
+    """
 
     events: Sequence[ExternalEvent]
     leftovers: Sequence[str] | None = ()

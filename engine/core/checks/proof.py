@@ -98,7 +98,10 @@ def _both(run: Iterator[Step], twin: Iterator[Step]) -> Iterator[tuple[int, Rows
 
 
 def disturbed_step(history: RunHistory) -> int | None:
-    """Returns the step in which the first fault struck or worker was lost: all earlier hashes precede that; or None."""
+    """Returns the step in which the first fault struck or worker was lost: all earlier hashes precede that; or None.
+
+    After a commit, a worker may still be inside its optimizer step.
+    """
     committed = 0
     for record in history.records:
         match record:
@@ -182,7 +185,10 @@ class Computation:
 def proved(
     history: RunHistory, run: Computation | None, twin: Computation | None, of_files: Iterable[Flaw], missing: str
 ) -> Proof:
-    """Returns the proof of the evidence of `run` and `twin`, if any; `missing` says why there is no proof."""
+    """Returns the proof of the evidence of `run` and `twin`, if any; `missing` says why there is no proof.
+
+    `of_files` are the flaws of the files.
+    """
     flaws = [*of_files, *_of_records(history)]
     record = history.first(ComparisonRecord)
     if run is None or twin is None:

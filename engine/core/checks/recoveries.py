@@ -322,7 +322,10 @@ def uncertain_phases(
     recorders: Mapping[int, int],
     times: HostTime | None,
 ) -> dict[str, int]:
-    """Returns the uncertainty of phases that end on another host than they begin, and of *merged*."""
+    """Returns the uncertainty of phases that end on another host than they begin, and of *merged*.
+
+    `points_ns` has the end of each phase, and `recorders` the worker that recorded it.
+    """
     if times is None:
         return {}
     ends = sorted((at_ns, phase) for phase, at_ns in points_ns.items())

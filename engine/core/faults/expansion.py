@@ -188,7 +188,10 @@ def describe(faults: Sequence[Fault], job: Job) -> list[str]:
 
 
 def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str], step: int) -> tuple[At, ...]:
-    """Returns the moments of which the first is the catch-up point; none if the victim had not begun `step`."""
+    """Returns the moments of which the first is the catch-up point; none if the victim had not begun `step`.
+
+    `at` are the last step and action of the slot's owner by the ownership `before`.
+    """
     pipeline, stage = slot
     if at[0] != step or not at[1]:
         return ()

@@ -262,7 +262,10 @@ Victim = Owner | Worker | Role | Host
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, with an `id` unique in its run; strikes all victims at once with the registered kind `do`."""
+    """One fault, with an `id` unique in its run; strikes all victims at once with the registered kind `do`.
+
+    `parameters` are those of the kind, by `Parameter.key`.
+    """
 
     id: str
     moment: Moment

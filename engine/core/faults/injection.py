@@ -463,7 +463,10 @@ class InheritedFaults:
 
 
 def taken_over(old: Injection, now: Now, inherited: InheritedFaults, lost: str, present: Collection[int]) -> Moved:
-    """Returns the next host's injection after `lost`, and what it does first; `present` workers may live."""
+    """Returns the injection of the host that takes over from `lost`, and what it does first.
+
+    Only the workers that are `present` have a process that may live.
+    """
     struck = tuple(_struck(old, inherited, name) for name in dict.fromkeys(each.fault for each, _ in inherited.strikes))
     faults = [each for each in struck if each is not None]
     names = inherited.struck

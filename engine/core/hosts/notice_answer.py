@@ -16,7 +16,10 @@ _WORKER = frozenset({"worker", "workers", "and"})
 
 
 class NoticeFrom(NamedTuple):
-    """A command or URL asked every `every_s` s; a token, and this machine's name, come from two others."""
+    """A command or URL asked every `every_s` s.
+
+    `token_url` is asked first, for a token to show; `name_url` gives the name of this machine in a list of events.
+    """
 
     command: tuple[str, ...] = ()
     url: str = ""
@@ -67,7 +70,10 @@ class NoticeAnswer(NamedTuple):
 
 
 def answer_of(answer: bytes, machine: str = "") -> NoticeAnswer | None:
-    """Returns the notice in an answer, or None, up to the limit; for this `machine` only, if it is known."""
+    """Returns the notice in an answer, or None; what is beyond the limit does not count.
+
+    `machine` is the name of this one; without it, an event of any machine counts.
+    """
     text = answer[:MOST_BYTES].decode("utf-8", "replace").strip()
     if text.lower() in _NO or _has_no_ending_event(text, machine):
         return None

@@ -130,7 +130,10 @@ def neutral_of(job: Mapping[str, Any]) -> frozenset[str]:
 
 
 def prediction_of(job: Job, step: int, args: Mapping[str, Scalar]) -> Job:
-    """Returns the job that predicts with the weights after a step of `job`, trains nothing and keeps nothing."""
+    """Returns the job that predicts with the weights after a step of `job`; `args` are its `predict_args`.
+
+    It begins after that step, trains nothing and keeps nothing.
+    """
     usual = {name: getattr(Job(), name) for name in _OF_TRAINING}
     nothing: dict[str, Any] = {
         "warmup_steps": 0,
@@ -143,7 +146,10 @@ def prediction_of(job: Job, step: int, args: Mapping[str, Scalar]) -> Job:
 
 
 def twin_of(job: Job) -> Job:
-    """Returns the job of the twin: fields that do not decide bits are cheapest, but validations that end it stay."""
+    """Returns the job of the twin: fields that do not decide bits have their cheapest values.
+
+    Where validations decide a rate, or end the run, the twin validates as the run does.
+    """
     is_led = bool(job.early_stop) or follows_validations(asdict(job))
     return replace(job, **{name: each for name, each in _CHEAPEST.items() if not (is_led and name in _OF_FIGURES)})
 
@@ -171,7 +177,10 @@ def different_facts(before: Mapping[str, object], now: Mapping[str, object]) -> 
 def bit_differences(
     before: Mapping[str, object], facts: Mapping[str, object], job: Job, now: Mapping[str, object]
 ) -> list[BitDifference]:
-    """Returns what decides bits and differs between a kept job on a host with `facts`, and `job` here."""
+    """Returns what decides bits and differs between a kept job on a host with `facts`, and `job` here.
+
+    The number of steps decides bits only where the learning rate depends on it.
+    """
     ours = asdict(job.masked)
     neutral = neutral_of(ours) & neutral_of(before)
     names = [name for name in ours if name not in neutral and (name != "steps" or depends_on_steps(job))]
@@ -181,7 +190,10 @@ def bit_differences(
 
 
 def job_fingerprint(job: Mapping[str, object]) -> str:
-    """Returns 16 hex digits by which a run's job is known again for a resume; empty for an unreadable record."""
+    """Returns 16 hex digits that tell the job of a run from others; empty for an unreadable record.
+
+    `--resume auto` resumes no run with other ones, and `--resume latest` replaces none by it.
+    """
     identity = {name: job.get(name, getattr(Job(), name)) for name in _IDENTITY}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16] if job else ""
 

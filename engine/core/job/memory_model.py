@@ -131,7 +131,10 @@ def device_bytes(
     sizes: Mapping[int, StageBytes],
     tried: Mapping[int, MicrobatchBytes],
 ) -> int:
-    """Returns the most bytes that a worker takes on its GPU in a step, by its actions and stages' `sizes`."""
+    """Returns the most bytes that a worker takes on its GPU in a step, by its actions in order.
+
+    `sizes` are those of its stages and of the one before; `tried` those of a microbatch in each.
+    """
     state = worker_bytes(job, ownership, worker, sizes)
     walk = _Walk(job, ownership, worker, sizes, tried)
     walk.run(actions)

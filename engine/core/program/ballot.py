@@ -72,7 +72,10 @@ def in_order(chain: VoteChain) -> Iterator[tuple[int, tuple[SlotVote, ...]]]:
 
 
 class Commit(NamedTuple):
-    """The mean loss, the global gradient norm, the clip factor or `SKIP`, and what an adaptive rate depends on."""
+    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`.
+
+    `lr` is the rate unless the job alone tells it; `monitored` the last value of the figure that a schedule follows.
+    """
 
     step: int
     loss: float
@@ -118,7 +121,10 @@ class Ballot(NamedTuple):
 
 
 def layer_norms(ballot: Ballot) -> tuple[tuple[int, float], ...]:
-    """Returns each layer's gradient norm before clipping; a tied parameter counts in its first layer only."""
+    """Returns each layer's gradient norm before clipping; a tied parameter counts in its first layer only.
+
+    Where a gradient is not finite, the norm is infinite or NaN.
+    """
     owner = ballot.ownership.owner
     votes = [vote for (worker, slot), vote in ballot.votes.items() if slot[0] == 0 and worker == owner(*slot)]
     squares = sorted(pair for vote in votes for pair in zip(vote.layers, vote.squared_norms, strict=True))

@@ -68,7 +68,10 @@ def carried(action: Action) -> Value:
 
 
 def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple[int, Action], ...]:
-    """Returns the actions of other owners, each in its first pipeline, that begin before any of them runs."""
+    """Returns the actions of other workers that run together with this one: each waits until all have begun.
+
+    A worker that owns the stage in several pipelines runs the action once, with the first of them.
+    """
     if not OP_TABLE[action.op].meets:
         return ()
     return tuple(
@@ -271,7 +274,8 @@ def crosses(value: Value, ownership: Ownership) -> bool:
 def peers_of(worker: int, ownership: Ownership) -> tuple[int, ...]:
     """Returns `worker` and all that it exchanges values with in a step of owners and shadows, in order.
 
-    In a plan, where any member may send what it held, there may be more.
+    They own the slots beside its own, have replicas of its slots, or own stages that share a parameter with one of its
+    own. In a plan, where any member may send what it held, there may be more.
     """
     grid, owned = ownership.grid, ownership.slots_of(worker)
     beside = {(d, stage + more) for d, stage in owned for more in (-1, 1) if 0 <= stage + more < grid.stages}

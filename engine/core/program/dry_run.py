@@ -145,7 +145,8 @@ def _in_parts(actions: Sequence[Action]) -> set[tuple[int, int, int]]:
 class HostLink:
     """The link of one worker to its host: one copy of a residual at a time in each direction, in order.
 
-    A forward or RELOAD waits for copies until it fits under `peak_stash`; a backward waits for its own copy back.
+    A forward or RELOAD waits for copies until it fits under the peak that `peak_stash` finds, with `stashed` residuals
+    at the start; a backward waits for its own copy back.
     """
 
     def __init__(self, actions: Sequence[Action], stashed: int = 0):

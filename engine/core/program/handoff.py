@@ -62,7 +62,10 @@ def ships_in(
     bytes_per_s: float,  # of links whose rate the giver does not know
     left_ns: Mapping[int, int],
 ) -> tuple[Ship, ...]:
-    """Returns the residuals to send in `step`, by slot; `left_ns` is the time left to each worker that leaves."""
+    """Returns the residuals to send in `step`, by slot; `left_ns` is the time left to each worker that leaves.
+
+    There are none with `recompute`, and none of a worker whose time is unknown.
+    """
     if mode == "recompute":
         return ()
     held = {inventory.worker: inventory for inventory in inventories if inventory.step == step}

@@ -26,7 +26,10 @@ from engine.core.program.teams import in_pipeline, is_in_list_order, teams_of
 
 @dataclass(frozen=True, slots=True)
 class OwnersCompute:
-    """The compute actions of each owner, ordered by the schedule or (not `is_scheduled`) by the list scheduler."""
+    """The compute actions of each owner, ordered by the schedule or (not `is_scheduled`) by the list scheduler.
+
+    `most_blocks` are those of the longest stage. A line is made anew each time.
+    """
 
     workers: tuple[int, ...]
     line_of: Callable[[int], ComputeList]

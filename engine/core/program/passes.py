@@ -419,7 +419,11 @@ def with_end_of_step(
     held: Collection[Held] = (),
     healing: Collection[tuple[int, Slot]] = (),
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with its end; `healing` shadows get their state, values in `held` are not made again."""
+    """Returns the program with the actions behind the backwards; `healing` shadows get the state of their slot.
+
+    A slot whose owner holds the reduced gradient at the start is not reduced again. The owner sends its LOG to the
+    shadows that lack it.
+    """
     there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
     return {worker: with_end(worker, actions, ownership, there, healing) for worker, actions in program.items()}
 

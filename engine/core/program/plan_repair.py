@@ -130,7 +130,10 @@ def repaired(
 
 
 class RepairedProgram(Mapping[int, tuple[Action, ...]]):
-    """The programs of all members in a repair, put together on demand from `program`, which was running."""
+    """The programs of all members in a repair, put together on demand from `program`, which was running.
+
+    `with_end` adds the end of the step to a worker's part of it.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ _CLOSE = 1.001  # times what is possible at best: good enough
 class Profile:
     """What actions take, in one unit of time: a forward, the backward's two parts (by stage), a transfer.
 
-    `transfer` has the time from each stage to the next. A copy of a residual to the host takes `copy_time` forwards.
+    `transfer` has the time from each stage to the next. A copy of a residual to the host takes `copy_time` forwards,
+    None if that is not known.
     """
 
     forward: tuple[float, ...]
