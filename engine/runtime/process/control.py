@@ -265,8 +265,8 @@ class ControlHandler:
     def harm(self, order: ArmMessage | InflictMessage) -> None:
         """Handles a message about faults, in the main thread; it may raise anything, or end the process."""
 
-    def moved(self, epoch: int, step: int, index: int, inside: bool) -> None:
-        """Handles a move of the main thread, in it."""
+    def moved(self, epoch: int, step: int, index: int, inside: bool, num_computed: int = 0, action: str = "") -> None:
+        """Handles a move of the main thread, in it; without an action it begins none."""
 
     def is_owing(self) -> bool:
         """Whether this worker's own device keeps a message: its main thread is inside of something, and may hang."""
@@ -311,11 +311,12 @@ class Control:
         self._at = at
         self.handler.moved(self.accepted, *at)
 
-    def begin(self, step: int, inside: bool) -> None:
+    def begin(self, step: int, inside: bool, num_computed: int, action: str) -> None:
         """Records that the main thread begins an action of a step; `inside` if it waits for no other worker there."""
         before, number, _ = self._at
-        self._at = at = (step, number + 1 if step == before else 1, inside)
-        self.handler.moved(self.accepted, *at)
+        number = number + 1 if step == before else 1
+        self._at = (step, number, inside)
+        self.handler.moved(self.accepted, step, number, inside, num_computed, action)
 
     def leave(self, step: int) -> None:
         """Records that the last action of a step is over, as the begin of the next one also does."""

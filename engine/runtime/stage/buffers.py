@@ -178,6 +178,11 @@ class BufferHistory:
 
     def keep(self) -> BufferSnapshot:
         """Returns a snapshot of the buffers in memory of its own, which must not change."""
+        for module in self.modules:
+            if module._buffers:
+                break
+        else:
+            return BufferSnapshot((), (), [{} for _ in self.modules])
         now = snapshot_of(self.modules)
         self._last = tuple(
             last if last is not None and same_bits(last, piece) else piece.clone()

@@ -83,6 +83,11 @@ def run_in_order(
     entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction, *, has_pairs: bool = True
 ) -> None:
     """Runs actions after a `check` each, or one for a pair with a handler; raises InvariantError for a bad handler."""
+    if not _handlers:
+        for entry in entries:
+            check()
+            run(*entry)
+        return
 
     def run_one(entry: QueuedAction) -> None:
         handler = _handlers.get(entry[0].op)
@@ -91,8 +96,8 @@ def run_in_order(
         else:
             _hand_over(handler, (entry,), lambda call: run(*call))
 
-    actions, paired = [action for action, _, _ in entries], has_pairs and _handlers
-    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if paired else {}
+    actions = [action for action, _, _ in entries]
+    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if has_pairs else {}
     for position, entry in enumerate(entries):
         if position - 1 in pairs:
             continue  # the second of a pair
@@ -141,6 +146,7 @@ class Executor:
         self._core_waits = CoreWaits() if device.is_host else None
         self._offers = ResidualOffers()
         self._methods = self._table()
+        self._ends = 0, context.job.slots - 1
         self._loader = MicrobatchLoader(context.job, context.data, device)
 
     def _write(self, record: TensorsRecord) -> None:
@@ -229,9 +235,8 @@ class Executor:
         if strikes:
             self._leave()
             self._strike(action, "before")
-        context.board.write(context.worker, step, self.num_computed, text)
         context.recorder.stage = action.stage
-        context.control.begin(step, action.op in _BUSY_OPS)
+        context.control.begin(step, action.op in _BUSY_OPS, self.num_computed, text)
         if waits is not None and not (waits.are_read and action.op in COMPUTE_OPS):
             waits = None
         start_ns, waited_ns = now_ns(), 0 if waits is None else waits.total_ns()
@@ -441,7 +446,7 @@ class Executor:
         context.recorder.chore(context.control.accepted, self.step, Chore.DATA, start_ns, str(action))
 
     def _takes_data(self, action: Action) -> bool:
-        return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.slots - 1)
+        return action.op in FORWARD_OPS and action.stage in self._ends
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
