@@ -59,15 +59,13 @@ def look_at(gradients: Iterable[Tensor]) -> None:
 
 def made(gradient: Tensor) -> Tensor:
     """Returns a gradient made by autograd, with plain zeros in place of minus zeros; does not wait for a device."""
-    if not _may_be_missing(gradient):
-        return marked(gradient, False)
-    if not gradient.numel():
-        return torch.zeros_like(gradient)
     if gradient.device.type == "cpu" or _mark_of(gradient) is not None:
-        gradient = torch.zeros_like(gradient) if is_missing(gradient) else gradient
-    else:
+        if not is_missing(gradient):
+            return marked(gradient, False)
+        gradient = torch.zeros_like(gradient)
+    elif _may_be_missing(gradient):
         gradient = gradient.masked_fill(_everywhere(gradient), 0.0)
-    return marked(gradient, False)
+    return marked(gradient, False) if gradient.numel() else gradient
 
 
 def none_like(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Generic, NamedTuple
 
@@ -355,10 +355,11 @@ class _DirectChannel(EndChannel[AnyKey]):
         if (early := end.links.take_early(source, number)) is not None:
             end.take_in(source, key, border, early)
             return
-        if any(spec.is_open for spec in border):
+        size = _known_size(border)
+        if size is None:
             end.links.post(source, number, _PostedReceive(end, key, border, _UNKNOWN, ()), _UNKNOWN)
             return
-        room = end.links.room_of(size_of(border))
+        room = end.links.room_of(size)
         end.links.post(source, number, _PostedReceive(end, key, border, room, viewed(room, border)), room)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
@@ -415,6 +416,12 @@ def border_in(room: memoryview, border: Border) -> Border:
     numbers = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
     shapes = (tuple(islice(numbers, len(spec.shape))) for spec in border)
     return (sizes, *(replace(spec, shape=shape) for spec, shape in zip(border, shapes, strict=True)))
+
+
+@lru_cache(maxsize=1024)  # it is asked for at every receive
+def _known_size(border: Border) -> int | None:
+    """Returns the size of a message with such tensors, in bytes; None if it tells their sizes itself."""
+    return None if any(spec.is_open for spec in border) else size_of(border)
 
 
 def size_of(border: Border) -> int:
