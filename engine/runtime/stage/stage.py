@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ from engine.runtime.stage.buffers import (
 )
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.transport.transport import Border, border_of, difference, laid_out_as
+
+_VERSION, _NEEDS_GRAD = attrgetter("_version"), attrgetter("requires_grad")
 
 
 def cut_off(tensors: Tensors) -> Tensors:
@@ -89,7 +92,7 @@ class Segment:
         With `only_inputs` the parameters are left out. An unused input gets minus zeros, so the transfers of a step do
         not depend on the data. With `keep_graph` a backward for the weights may follow.
         """
-        needed = tuple([tensor for tensor in self.inputs if tensor.requires_grad])
+        needed = tuple(filter(_NEEDS_GRAD, self.inputs))
         # To the engine, an empty tuple would mean all leaves.
         if needed or not only_inputs:
             self._run(gradients, needed if only_inputs else (), keep_graph)
@@ -101,7 +104,7 @@ class Segment:
             self._run(gradients, parameters, keep_graph=False)
 
     def _run(self, gradients: Tensors, leaves: Tensors, keep_graph: bool) -> None:
-        outputs = [output for output in self.outputs if output.requires_grad]
+        outputs = [*filter(_NEEDS_GRAD, self.outputs)]
         roots = [pair for pair in zip(outputs, gradients, strict=bool(outputs)) if not is_missing(pair[1])]
         if not roots:
             return
@@ -526,13 +529,13 @@ class Stage:
             key = self.keys.pop((step, index, microbatch), None)
             self.device.seed(self._key(step, index, microbatch) if key is None else key)
             cut = cut_off((*inputs, *states.get(index, ())))
-            before = [tensor._version for tensor in cut]
+            before = [*map(_VERSION, cut)]
             num_inputs = len(inputs)
             if self.is_sliced:
                 outputs, state = self._call_slice(index, cut, num_inputs, number)
             else:
                 outputs, state = self.call(index, cut), ()
-            if [tensor._version for tensor in cut] != before:  # a recovery needs the input
+            if [*map(_VERSION, cut)] != before:  # a recovery needs the input
                 raise self._wrong(index, "a layer must not overwrite what it is called with")
             sizes = tuple(each.shape for each in cut) if self.job.variable_shapes else ()
             expected = self._first_returned.get((index, sizes))

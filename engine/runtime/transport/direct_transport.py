@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import islice
+from operator import attrgetter
 from typing import Generic, NamedTuple
 
 import torch
@@ -377,7 +378,7 @@ class _DirectChannel(EndChannel[AnyKey]):
         if end.device.is_host and target not in end.cuts.there:  # the fast path: the peer may be waiting
             here: Tensors = tensors  # type: ignore[assignment]  # not copies from a GPU
             self._begin(target, key, here)
-            end.bytes_sent += sum([tensor.nbytes for tensor in here])
+            end.bytes_sent += sum(map(_NBYTES, here))
             return
         leaving = end.device.copies.fetched(tensors)
         end.bytes_sent += sum([tensor.nbytes for tensor in tensors_of(leaving)])
@@ -406,6 +407,7 @@ class _DirectChannel(EndChannel[AnyKey]):
         end.links.send(target, end.number, self._number(key), parts)
 
 
+_NBYTES = attrgetter("nbytes")
 _BETWEEN_STAGES = (ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT, AsidePurpose.VALIDATION)
 _UNKNOWN = memoryview(b"")  # the memory of a receive whose message tells its sizes
 

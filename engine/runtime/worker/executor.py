@@ -146,7 +146,7 @@ class Executor:
         self._core_waits = CoreWaits() if device.is_host else None
         self._offers = ResidualOffers()
         self._methods = self._table()
-        self._ends = 0, context.job.slots - 1
+        self._ends, self._is_host = (0, context.job.slots - 1), device.is_host
         self._loader = MicrobatchLoader(context.job, context.data, device)
 
     def _write(self, record: TensorsRecord) -> None:
@@ -231,7 +231,7 @@ class Executor:
 
     def _run(self, action: Action, text: str, run: Method) -> None:
         context, step, waits = self.context, self.step, self._core_waits
-        strikes = context.failpoints.armed and (action.pipeline, action.stage) in self._worker_program.owned
+        strikes = context.failpoints.is_armed and (action.pipeline, action.stage) in self._worker_program.owned
         if strikes:
             self._leave()
             self._strike(action, "before")
@@ -256,7 +256,8 @@ class Executor:
             if waits is not None and step == self.step:
                 self._times.add(action, waited_ns - waits.total_ns(), has_ended=False)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
-            self._census.look()
+            if self._census.is_due:
+                self._census.look()
         if strikes:
             self._leave()
             self._strike(action, "after")
@@ -392,7 +393,7 @@ class Executor:
         targets = weight = None
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
-        if self._takes_data(action):
+        if stage in self._ends:
             start_ns = now_ns()
             batch = self._loader.load(step, action)
             self._note_load(action, start_ns)
@@ -451,7 +452,9 @@ class Executor:
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
         channel, value = self._plane.in_order, carried(action)
-        tensors = channel.leaving(key, self.value_store.to_send(value))
+        tensors = self.value_store.to_send(value)
+        if not self._is_host:
+            tensors = channel.leaving(key, tensors)
         for target in targets:
             channel.send(target, key, tensors)
         self.value_store.sent(value, tensors)

@@ -325,7 +325,7 @@ class MicrobatchLoader:
         """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""
         of_forward = turned(action.microbatch, self._job.slices)
         used = self._used.pop((action.pipeline, action.stage, of_forward), ())
-        if self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
+        if used and self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
             difference = f"{named(self._number(action), action.pipeline, step)} was overwritten before its backward"
             raise UserError([impure_data(self._job.data, difference)])
 
