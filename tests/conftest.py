@@ -10,6 +10,7 @@ import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks for the name of its store, and maybe nobody answers
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="bamboo-tests-")  # the notes of runs are no user's
 
 import hypothesis

@@ -48,14 +48,23 @@ def encode(of: Message) -> bytes:
 
 
 def _text(of: Message) -> bytes:
+    message_class: Any = type(of)
     try:
         data = _encoder.encode(of)
     except UnicodeEncodeError:  # half of a surrogate pair
         data = b""
-    if not data.isascii() or not data or b"null" in data:  # which a number that is not finite has become
+    # A number that is not finite has become null.
+    if not data.isascii() or not data or (b"null" in data and _reread(message_class, data) != of):
         data = _wire(of).encode()
-    message_class: Any = type(of)
     return _head(message_class) + (b"," if len(data) > 2 else b"") + data[1:]
+
+
+def _reread(made: Any, data: bytes) -> Message | None:
+    try:
+        message: Message = decoder_of(made).decode(data)
+    except msgspec.ValidationError:
+        return None
+    return message
 
 
 def decode(data: bytes) -> Message:

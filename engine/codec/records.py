@@ -31,6 +31,7 @@ RECORDS: dict[str, type[Record]] = {
     for made in vars(module).values()
     if isinstance(made, type) and issubclass(made, Record) and made not in (Record, StampedRecord, UnreadLine)
 }
+_KINDS = {made: kind for kind, made in RECORDS.items()}
 _STAMPS = frozenset({"worker", "pid", "at_ns"})
 _OF_WORKER = frozenset(field.name for field in fields(StampedRecord)) - _STAMPS  # a commit has none of them
 _OF_JOB = frozenset(Job.__dataclass_fields__)
@@ -71,7 +72,7 @@ class TornLineError(InvariantError):
 def encoded(record: Record) -> str:
     """Returns the line of a record, without the newline."""
     defaults = _DEFAULTS[type(record)]
-    plain: dict[str, Any] = {"event": kind_of(type(record))}
+    plain: dict[str, Any] = {"event": _KINDS[type(record)]}
     for name in type(record).__dataclass_fields__:
         value = getattr(record, name)
         if name not in defaults or value != defaults[name]:

@@ -409,9 +409,8 @@ class Action(NamedTuple):
     pipeline: int = 0
 
     def __str__(self) -> str:
-        microbatch = "" if self.microbatch == WHOLE_STAGE else str(self.microbatch)
-        pipeline = f"@{self.pipeline}" if self.pipeline else ""
-        return f"{self.stage}{self.op.value}{microbatch}{pipeline}"
+        stage, op, microbatch, pipeline = self
+        return f"{stage}{op}{'' if microbatch == WHOLE_STAGE else microbatch}{f'@{pipeline}' if pipeline else ''}"
 
 
 Program = Mapping[int, tuple[Action, ...]]  # the actions of each worker, in order

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, groupby, product
+from itertools import chain, product
 from typing import Any, Literal
 
 # Placement: the worker of each stage of a pipeline when each worker has several stages.
@@ -29,11 +29,15 @@ def worker_of(stage: int, num_workers: int, placement: Placement) -> int:
     return num_workers - 1 - place if placement == "v" and turn % 2 else place
 
 
-def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last of each run of successive numbers."""
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        together = [number for _, number in run]
-        yield together[0], together[-1]
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the first and the last of each run of successive numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [(first, last) for first, last in runs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import hashlib
 
 def random_key(seed: int, *parts: int | str) -> int:
     """Returns a 63-bit key: the first 8 bytes, big endian, of BLAKE2b over ``seed/part/part...``, top bit cleared."""
-    text = "/".join(str(part) for part in (seed, *parts))
+    text = "/".join(map(str, (seed, *parts)))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -44,12 +44,12 @@ def answer(agent: Link, with_message: ToWorker) -> threading.Thread:
 def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     points = Failpoints(control, [BEFORE])
-    assert points.armed
+    assert points.is_armed
     thread = answer(agent, FiredMessage(BEFORE.id))
     points.at(5, ACTION, "before")
     thread.join(5.0)
     assert control.fired == {BEFORE.id}
-    assert not points.armed
+    assert not points.is_armed
     points.at(5, ACTION, "before")  # nobody would answer
 
 
@@ -72,10 +72,10 @@ def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Li
     points.at(4, ACTION, "before")
     points.at(5, ACTION, "after")
     points.at(5, Action(1, Op.B, 3), "before")
-    assert points.armed
+    assert points.is_armed
     control.send(Word("nothing else"))
     assert agent.receive() == Word("nothing else")
-    assert not Failpoints(control).armed
+    assert not Failpoints(control).is_armed
 
 
 @pytest.mark.parametrize(("message", "error"), [(StopMessage(), Stopped), (an_epoch(1), Fenced)], ids=["stop", "epoch"])
@@ -107,9 +107,9 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     points.delay(5, ACTION, now_ns())
     message = agent.receive()
     assert isinstance(message, FaultEffectMessage) and message.fault == "slow"
-    assert points.armed
+    assert points.is_armed
     points.delay(5, ACTION, now_ns())
-    assert not points.armed
+    assert not points.is_armed
 
 
 def test_a_slow_action_takes_its_factor_without_the_wait_for_a_core(

@@ -189,7 +189,7 @@ def test_nobody_is_signalled_who_has_ended(crew: Crew) -> None:
 
 def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> None:
     injector = crew.injector(kill(), after("first", "merged"))
-    crew.board.write(1, 3, 99, "1B2")
+    crew.board.begin(1, 99, "1B2", (0, 3, 0, False, 0, 0))
     injector.strike("first")
     crew.ended(injector, 1)
     crew.moves_on(1)

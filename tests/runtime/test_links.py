@@ -324,12 +324,12 @@ def test_a_full_ring_wakes_nobody_for_ever(linked: Linked, wakes: int) -> None:
     assert passes(one, other, 1)
     for _ in range(wakes):
         one.in_order.send(1, OTHER, (torch.zeros(RING_BYTES // 2),))
-    assert linked.desks.by_worker[0].wakeups._retries
+    assert linked.desks.by_worker[0].wakeups.retries
     for _ in range(wakes):
         other.in_order.post(0, OTHER, (TensorSpec((RING_BYTES // 2,), torch.float32, False),))
         other.in_order.take(0, OTHER)
     settle(linked)
-    assert not linked.desks.by_worker[0].wakeups._retries
+    assert not linked.desks.by_worker[0].wakeups.retries
 
 
 def test_a_fence_ends_what_a_full_ring_had_no_room_for(linked: Linked) -> None:
@@ -341,7 +341,7 @@ def test_a_fence_ends_what_a_full_ring_had_no_room_for(linked: Linked) -> None:
     settle(linked)
     assert passes(one, other, 2)
     settle(linked)
-    assert not linked.desks.by_worker[0].wakeups._retries
+    assert not linked.desks.by_worker[0].wakeups.retries
 
 
 def test_a_message_before_its_link_is_there_is_kept_and_a_fence_drops_it(linked: Linked) -> None:

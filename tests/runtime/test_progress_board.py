@@ -25,8 +25,8 @@ def test_a_new_board_is_empty(board: ProgressBoard) -> None:
 
 def test_lines_do_not_touch_each_other(board: ProgressBoard) -> None:
     for line in (1, 0, 2):
-        board.write(line, 10 + line, 2**40 + line, f"{line}F7")
-    board.write(1, 12, 5, "1B3")
+        board.begin(line, 2**40 + line, f"{line}F7", (0, 10 + line, 0, False, 0, 0))
+    board.begin(1, 5, "1B3", (0, 12, 0, False, 0, 0))
     assert [board.read(line) for line in range(3)] == [
         Progress(10, 2**40, "0F7"),
         Progress(12, 5, "1B3"),
@@ -35,8 +35,8 @@ def test_lines_do_not_touch_each_other(board: ProgressBoard) -> None:
 
 
 def test_a_shorter_action_leaves_nothing_of_a_longer_one(board: ProgressBoard) -> None:
-    board.write(0, 1, 1, "12REDUCE_GRAD@10")
-    board.write(0, 1, 2, "1F0")
+    board.begin(0, 1, "12REDUCE_GRAD@10", (0, 1, 0, False, 0, 0))
+    board.begin(0, 2, "1F0", (0, 1, 0, False, 0, 0))
     assert board.read(0).action == "1F0"
 
 
@@ -44,13 +44,13 @@ def test_a_shorter_action_leaves_nothing_of_a_longer_one(board: ProgressBoard) -
 def test_an_action_of_a_job_of_a_usual_size_fits(board: ProgressBoard, op: Op) -> None:
     is_whole_stage = op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP, Op.CHECKPOINT)
     text = str(Action(63, op, WHOLE_STAGE if is_whole_stage else 511, pipeline=7))
-    board.write(0, 1, 1, text)
+    board.begin(0, 1, text, (0, 1, 0, False, 0, 0))
     assert board.read(0).action == text
 
 
 def writes(fd: int) -> int:
     board = ProgressBoard(fd, 3)
-    board.write(2, 41, 42, "3SEND_B1")
+    board.begin(2, 42, "3SEND_B1", (0, 41, 0, False, 0, 0))
     board.close()
     return os.getpid()
 

@@ -115,6 +115,9 @@ class Posts:
     def has_arrived(self, source: int, key: ProgramKey) -> bool:
         return self.arrived and (source, key) in self.posted
 
+    def take_arrived(self, source: int, key: ProgramKey) -> Tensors | None:
+        return self.take(source, key) if self.has_arrived(source, key) else None
+
     def take(self, source: int, key: ProgramKey) -> Tensors:
         assert (source, key) in self.posted
         self.taken.append((source, key))

@@ -27,7 +27,7 @@ def at_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_place_is_read_as_it_was_written_and_no_halves_of_two(board: ProgressBoard) -> None:
     place = BoardPlace(3, 2**20, 77, True, 2**60, 5, Loading.AHEAD)
-    board.write(1, 7, 8, "1F0")
+    board.begin(1, 8, "1F0", (0, 7, 0, False, 0, 0))
     board.place(1, place[:-1])
     board.load(1, Loading.AHEAD, True)
     assert [board.place_of(line) for line in range(3)] == [None, place, None]

@@ -57,14 +57,14 @@ def makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]
 def needed(action: Action, kind: Kind) -> Value:
     """Returns the value of a kind that an action needs, or would need if the pipeline went on there."""
     stage, op, microbatch, pipeline = action
-    further = next(term.stage for term in OP_TABLE[op].needs if term.kind is kind)
-    return Value(kind, pipeline, stage + further, microbatch)
+    return _new(Value, (kind, pipeline, stage + _FURTHER[op, kind], microbatch))
 
 
 def carried(action: Action) -> Value:
     """Returns the value that a SEND or RECV carries."""
-    kind, further = _CARRIES[action.op]
-    return Value(kind, action.pipeline, action.stage + further, action.microbatch)
+    stage, op, microbatch, pipeline = action
+    kind, further = _CARRIES[op]
+    return _new(Value, (kind, pipeline, stage + further, microbatch))
 
 
 def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple[int, Action], ...]:
@@ -148,6 +148,7 @@ def _by_role(terms: tuple[Term, ...], row: OpRow) -> _Terms:
     return _Terms(owner, owner if owner == shadow else shadow)
 
 
+_FURTHER = {(op, term.kind): term.stage for op, row in OP_TABLE.items() for term in reversed(row.needs)}  # the first
 _NEEDS = {op: _by_role(row.needs, row) for op, row in OP_TABLE.items()}
 _MAKES = {op: _by_role(row.makes, row) for op, row in OP_TABLE.items()}
 _NEED_ALL_VOTES = {op for op, row in OP_TABLE.items() if {term.at for term in row.needs} == {Where.VOTERS}}
@@ -267,8 +268,8 @@ class Routes:
 def crosses(value: Value, ownership: Ownership) -> bool:
     """Whether the slots that make and use an activation or a gradient have different owners."""
     kind, pipeline, stage, _ = value
-    following = stage + 1 if kind is Kind.ACTIVATION else stage - 1
-    return ownership.owner(pipeline, stage) != ownership.owner(pipeline, following)
+    place, owners = pipeline * ownership.grid.stages + stage, ownership.owners
+    return owners[place] != owners[place + 1 if kind is Kind.ACTIVATION else place - 1]
 
 
 def peers_of(worker: int, ownership: Ownership) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class ValueRuns:
 
     def __init__(self, values: Iterable[Value] = ()):
         self._runs: dict[tuple[Kind, int, int], tuple[IndexRun, ...]] = {
-            (kind, pipeline, stage): tuple(runs_of(value.index for value in of_slot))
+            (kind, pipeline, stage): tuple(runs_of(map(itemgetter(3), of_slot)))
             for (kind, pipeline, stage), of_slot in groupby(sorted(values), key=itemgetter(0, 1, 2))
         }
 

@@ -25,7 +25,7 @@ def marked(gradient: Tensor, is_missing: bool) -> Tensor:
 
 def marked_as(gradient: Tensor, other: Tensor) -> Tensor:
     """Copies the mark of another gradient with the same bits to a gradient, and returns it."""
-    mark = _mark_of(other)
+    mark = getattr(other, _MARK, None)
     return gradient if mark is None else marked(gradient, mark)
 
 
@@ -35,7 +35,7 @@ def _mark_of(gradient: Tensor) -> bool | None:
 
 def is_missing(gradient: Tensor) -> bool:
     """Returns whether a gradient is minus zero everywhere, as is one without elements."""
-    mark = _mark_of(gradient)
+    mark: bool | None = getattr(gradient, _MARK, None)
     if mark is not None:
         return mark
     if not _may_be_missing(gradient):
@@ -43,7 +43,8 @@ def is_missing(gradient: Tensor) -> bool:
     if not gradient.numel():
         return True
     # The first element is nearly always another number, which saves inspecting the rest.
-    return _is_minus_zero(gradient.as_strided((), ()).item()) and bool(_everywhere(gradient))
+    first = gradient.as_strided((), ()).item()
+    return first == 0 and _is_minus_zero(first) and bool(_everywhere(gradient))
 
 
 def look_at(gradients: Iterable[Tensor]) -> None:
@@ -58,15 +59,13 @@ def look_at(gradients: Iterable[Tensor]) -> None:
 
 def made(gradient: Tensor) -> Tensor:
     """Returns a gradient made by autograd, with plain zeros in place of minus zeros; does not wait for a device."""
-    if not _may_be_missing(gradient):
-        return marked(gradient, False)
-    if not gradient.numel():
-        return torch.zeros_like(gradient)
     if gradient.device.type == "cpu" or _mark_of(gradient) is not None:
-        gradient = torch.zeros_like(gradient) if is_missing(gradient) else gradient
-    else:
+        if not is_missing(gradient):
+            return marked(gradient, False)
+        gradient = torch.zeros_like(gradient)
+    elif _may_be_missing(gradient):
         gradient = gradient.masked_fill(_everywhere(gradient), 0.0)
-    return marked(gradient, False)
+    return marked(gradient, False) if gradient.numel() else gradient
 
 
 def none_like(tensor: Tensor) -> Tensor:

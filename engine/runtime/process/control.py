@@ -62,9 +62,10 @@ class Wakeups:
         self._poll = select.epoll()
         self._poll.register(self._event, select.EPOLLIN)
         self._handlers: dict[int, OnReady] = {}
-        self._retries: deque[Callable[[], bool]] = deque()
+        # While one of both has something, the main thread looks regularly as it works.
+        self.retries: deque[Callable[[], bool]] = deque()
         self._heeding: list[Callable[[], object]] = []
-        self._writing: set[int] = set()  # descriptors that are to become writable
+        self.writing: set[int] = set()  # descriptors that are to become writable
         weakref.finalize(self, _close, self._event, self._poll)
 
     def wake(self) -> None:
@@ -74,7 +75,7 @@ class Wakeups:
     def watch(self, fd: int, handler: OnReady, *, writable: bool = False) -> None:
         """Calls `handler` when a descriptor is readable, or with `writable` also when it is writable."""
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
-        (self._writing.add if writable else self._writing.discard)(fd)
+        (self.writing.add if writable else self.writing.discard)(fd)
         if fd in self._handlers:
             self._poll.modify(fd, events)
         else:
@@ -83,7 +84,7 @@ class Wakeups:
 
     def forget(self, fd: int) -> None:
         """Stops watching a descriptor; call it before closing that."""
-        self._writing.discard(fd)
+        self.writing.discard(fd)
         if self._handlers.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
@@ -93,12 +94,7 @@ class Wakeups:
 
     def retry(self, work: Callable[[], bool]) -> None:
         """Calls `work` in every wait and look until it returns True; any thread may call this, and then wake."""
-        self._retries.append(work)
-
-    @property
-    def owes(self) -> bool:
-        """Whether something waits to be written; then the main thread looks regularly while it works."""
-        return bool(self._retries or self._writing)
+        self.retries.append(work)
 
     def look(self) -> bool:
         """Handles all events, without waiting; returns whether there were any."""
@@ -106,7 +102,7 @@ class Wakeups:
 
     def wait(self) -> None:
         """Waits for events, and handles them."""
-        while not self._handle(self.sleep(_RETRY_S if self._retries else None)):
+        while not self._handle(self.sleep(_RETRY_S if self.retries else None)):
             pass
 
     def sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
@@ -114,7 +110,7 @@ class Wakeups:
         return self._poll.poll(timeout_s)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        if self._retries:
+        if self.retries:
             self._try_again()
         for fd, mask in events:
             if fd == self._event:
@@ -126,10 +122,10 @@ class Wakeups:
         return bool(events)
 
     def _try_again(self) -> None:
-        for _ in range(len(self._retries)):
-            work = self._retries.popleft()
+        for _ in range(len(self.retries)):
+            work = self.retries.popleft()
             if not work():
-                self._retries.append(work)
+                self.retries.append(work)
 
 
 def _close(event: int, poll: select.epoll) -> None:
@@ -265,8 +261,8 @@ class ControlHandler:
     def harm(self, order: ArmMessage | InflictMessage) -> None:
         """Handles a message about faults, in the main thread; it may raise anything, or end the process."""
 
-    def moved(self, epoch: int, step: int, index: int, inside: bool) -> None:
-        """Handles a move of the main thread, in it."""
+    def moved(self, epoch: int, step: int, index: int, inside: bool, num_computed: int = 0, action: str = "") -> None:
+        """Handles a move of the main thread, in it; without an action it begins none."""
 
     def is_owing(self) -> bool:
         """Whether this worker's own device keeps a message: its main thread is inside of something, and may hang."""
@@ -311,11 +307,12 @@ class Control:
         self._at = at
         self.handler.moved(self.accepted, *at)
 
-    def begin(self, step: int, inside: bool) -> None:
+    def begin(self, step: int, inside: bool, num_computed: int, action: str) -> None:
         """Records that the main thread begins an action of a step; `inside` if it waits for no other worker there."""
         before, number, _ = self._at
-        self._at = at = (step, number + 1 if step == before else 1, inside)
-        self.handler.moved(self.accepted, *at)
+        number = number + 1 if step == before else 1
+        self._at = (step, number, inside)
+        self.handler.moved(self.accepted, step, number, inside, num_computed, action)
 
     def leave(self, step: int) -> None:
         """Records that the last action of a step is over, as the begin of the next one also does."""
@@ -470,8 +467,9 @@ class Control:
         """
         if self._of_faults:
             self._suffer()
-        if self.wakeups.owes or not self.given_links.empty():
-            self.wakeups.look()
+        wakeups = self.wakeups
+        if wakeups.retries or wakeups.writing or not self.given_links.empty():
+            wakeups.look()
         if self._is_urgent:
             raise Stopped if isinstance(self.inbox.waiting[0], StopMessage) else Fenced
 

@@ -18,9 +18,15 @@ from engine.runtime.process.clock import now_ns
 _LINE = struct.Struct("<qq16s")
 _PLACE = struct.Struct("<iii?qqq")  # the last field is the hash of the others
 _PLACE_AT = 64  # in a line
+_BOTH = struct.Struct("<qq16s32xiii?qqq")
 _LOADING_AT = _PLACE_AT + _PLACE.size  # a byte for each kind of loading
 _LINE_BYTES = 128
 _MOST_TRIES = 3
+
+
+# The fields of a `BoardPlace` but the last. A plain tuple, because one is made at each action, and creating a named one
+# takes as long as the write.
+Position = tuple[int, int, int, bool, int, int]
 
 
 class BoardPlace(NamedTuple):
@@ -76,17 +82,18 @@ class ProgressBoard:
         begin = line * _LINE_BYTES
         self._memory[begin : begin + _LINE_BYTES] = bytes(_LINE_BYTES)
 
-    def write(self, line: int, step: int, num_computed: int, action: str) -> None:
-        """Overwrites one line."""
-        _LINE.pack_into(self._memory, line * _LINE_BYTES, step, num_computed, action.encode())
+    def begin(self, line: int, num_computed: int, action: str, place: Position) -> None:
+        """Overwrites one line, and the position in it, at the begin of an action."""
+        begin, text = line * _LINE_BYTES, action.encode()
+        _BOTH.pack_into(self._memory, begin, place[1], num_computed, text, *place, hash(place))
 
     def read(self, line: int) -> Progress:
         """Returns one line, possibly with half of an update: it is only for display."""
         step, num_computed, action = _LINE.unpack_from(self._memory, line * _LINE_BYTES)
         return Progress(step, num_computed, action.rstrip(b"\0").decode(errors="replace"))
 
-    def place(self, line: int, place: tuple[int, int, int, bool, int, int]) -> None:
-        """Overwrites the position in a line, with the fields of a `BoardPlace` but the last."""
+    def place(self, line: int, place: Position) -> None:
+        """Overwrites the position in a line."""
         _PLACE.pack_into(self._memory, line * _LINE_BYTES + _PLACE_AT, *place, hash(place))
 
     def load(self, line: int, how: Loading, is_loading: bool) -> None:
@@ -121,25 +128,24 @@ class LoaderStatus:
         self._board, self._worker = board, worker
         self._at = (0, 0, 0, False)
         self._num_ahead, self._lock = 0, threading.Lock()
-        self._slowest_ns = self._slowest_before_ns = 0
-        self._tell(now_ns())
+        self._slowest_ns = self._slowest_before_ns = self._since_ns = 0
+        self.move(*self._at)
 
-    def move(self, epoch: int, step: int, index: int, inside: bool) -> None:
-        """Records that the worker is inside action number `index` of a step, or has left it."""
+    def move(self, epoch: int, step: int, index: int, inside: bool, num_computed: int = 0, action: str = "") -> None:
+        """Records that the worker is inside action number `index` of a step, or has left it; `action` begins now."""
         time_ns, (_, step_before, _, was_inside) = now_ns(), self._at
         if was_inside and time_ns - self._since_ns > self._slowest_ns:
             self._slowest_ns = time_ns - self._since_ns
         if step != step_before:
             self._slowest_before_ns, self._slowest_ns = self._slowest_ns, 0
-        self._at = (epoch, step, index, inside)
-        self._tell(time_ns)
-
-    def _tell(self, since_ns: int) -> None:
-        self._since_ns = since_ns
+        self._at, self._since_ns = (epoch, step, index, inside), time_ns
         slowest_ns, before_ns = self._slowest_ns, self._slowest_before_ns
         slowest_ns = slowest_ns if slowest_ns > before_ns else before_ns
-        # A plain tuple, because this happens at each action, and creating a named one takes as long as the write.
-        self._board.place(self._worker, (*self._at, since_ns, slowest_ns))
+        place = (epoch, step, index, inside, time_ns, slowest_ns)
+        if action:
+            self._board.begin(self._worker, num_computed, action, place)
+        else:
+            self._board.place(self._worker, place)
 
     def load(self, is_loading: bool, *, ahead: bool) -> None:
         """Records that a thread begins or ends to load data; `ahead` if the main thread does not wait for it."""
@@ -149,5 +155,6 @@ class LoaderStatus:
                 self._board.load(self._worker, Loading.AHEAD, self._num_ahead > 0)
             return
         if not is_loading:
-            self._tell(now_ns())
+            self._since_ns = now_ns()  # the load does not count
+            self.move(*self._at)
         self._board.load(self._worker, Loading.MAIN, is_loading)

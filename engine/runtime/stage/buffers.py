@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from engine.runtime.device.device import Device
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.transport import bytes_of
 
+_BUFFERS = attrgetter("_buffers")
 Buffers = list[dict[str, Tensor | None]]  # name -> buffer of each module, in order
 _ALIGNED = 64  # bytes: torch's alignment; the offset of a tensor from it can decide bits
 _MANY = 4096  # bytes from which comparing eight at a time pays off
@@ -178,6 +180,8 @@ class BufferHistory:
 
     def keep(self) -> BufferSnapshot:
         """Returns a snapshot of the buffers in memory of its own, which must not change."""
+        if not any(map(_BUFFERS, self.modules)):
+            return BufferSnapshot((), (), [{}] * len(self.modules))
         now = snapshot_of(self.modules)
         self._last = tuple(
             last if last is not None and same_bits(last, piece) else piece.clone()

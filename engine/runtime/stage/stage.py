@@ -10,10 +10,10 @@ is accepted. A counted forward or backward can run again with the same bits, and
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,15 @@ from engine.runtime.stage.buffers import (
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.transport.transport import Border, border_of, difference, laid_out_as
 
+_VERSION, _NEEDS_GRAD = attrgetter("_version"), attrgetter("requires_grad")
+
 
 def cut_off(tensors: Tensors) -> Tensors:
     """Returns the same tensors as leaves of a new graph."""
-    return tuple(marked_as(tensor.detach().requires_grad_(tensor.requires_grad), tensor) for tensor in tensors)
+    leaves = []
+    for tensor in tensors:  # each call is slow in a process that has just woken up, and a generator makes one more
+        leaves.append(marked_as(tensor.detach().requires_grad_(tensor.requires_grad), tensor))
+    return tuple(leaves)
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
@@ -87,11 +92,11 @@ class Segment:
         With `only_inputs` the parameters are left out. An unused input gets minus zeros, so the transfers of a step do
         not depend on the data. With `keep_graph` a backward for the weights may follow.
         """
-        needed = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
+        needed = tuple(filter(_NEEDS_GRAD, self.inputs))
         # To the engine, an empty tuple would mean all leaves.
         if needed or not only_inputs:
             self._run(gradients, needed if only_inputs else (), keep_graph)
-        return tuple(gradient_of(tensor) for tensor in needed)
+        return tuple(map(gradient_of, needed))
 
     def backward_weights(self, gradients: Tensors, parameters: Tensors) -> None:
         """Adds to the gradients of the parameters what the whole backward would; leaves the inputs out."""
@@ -99,7 +104,7 @@ class Segment:
             self._run(gradients, parameters, keep_graph=False)
 
     def _run(self, gradients: Tensors, leaves: Tensors, keep_graph: bool) -> None:
-        outputs = [output for output in self.outputs if output.requires_grad]
+        outputs = [*filter(_NEEDS_GRAD, self.outputs)]
         roots = [pair for pair in zip(outputs, gradients, strict=bool(outputs)) if not is_missing(pair[1])]
         if not roots:
             return
@@ -276,8 +281,9 @@ class Stage:
         self.model = model
         self.pipeline = pipeline
         self.layers = {index: build_layer(job, model, index, device) for index in range(first, last)}
+        self._places = {index: self.where(index) for index in self.layers}
         for index, layer in self.layers.items() if job.slices > 1 else ():
-            refuse_whole(model.layers[index], layer, self.where(index))
+            refuse_whole(model.layers[index], layer, self._places[index])
         self.is_last = last == len(model.layers)
         self.optimizers = layer_optimizers(job, model, self.layers)
         self.residuals: dict[int, Residual] = {}
@@ -523,17 +529,20 @@ class Stage:
             key = self.keys.pop((step, index, microbatch), None)
             self.device.seed(self._key(step, index, microbatch) if key is None else key)
             cut = cut_off((*inputs, *states.get(index, ())))
-            before = [tensor._version for tensor in cut]
+            before = [*map(_VERSION, cut)]
             num_inputs = len(inputs)
             if self.is_sliced:
                 outputs, state = self._call_slice(index, cut, num_inputs, number)
             else:
                 outputs, state = self.call(index, cut), ()
-            if [tensor._version for tensor in cut] != before:  # a recovery needs the input
+            if [*map(_VERSION, cut)] != before:  # a recovery needs the input
                 raise self._wrong(index, "a layer must not overwrite what it is called with")
             sizes = tuple(each.shape for each in cut) if self.job.variable_shapes else ()
-            self._check(index, self._first_returned.setdefault((index, sizes), border_of(outputs)), outputs)
-            segments.append(Segment(cut, (*outputs, *state), self.where(index), (num_inputs, len(outputs))))
+            expected = self._first_returned.get((index, sizes))
+            if expected is None:
+                expected = self._first_returned[index, sizes] = border_of(outputs)
+            self._check(index, expected, outputs)
+            segments.append(Segment(cut, (*outputs, *state), self._places[index], (num_inputs, len(outputs))))
             inputs = outputs
         return segments
 
@@ -544,7 +553,9 @@ class Stage:
 
     def call(self, index: int, inputs: Tensors) -> Tensors:
         """Returns the outputs of one layer, contiguous like after a transfer: strides can decide bits."""
-        return self._called(index, inputs, lambda: (as_tensors(self.layers[index](*inputs), self.where(index)), ()))[0]
+        return self._called(index, inputs, lambda: (as_tensors(self.layers[index](*inputs), self._places[index]), ()))[
+            0
+        ]
 
     def _call_slice(self, index: int, inputs: Tensors, num_own: int, number: int) -> tuple[Tensors, Tensors]:
         own, state = inputs[:num_own], inputs[num_own:]
@@ -556,12 +567,15 @@ class Stage:
         self, index: int, inputs: Tensors, call: Callable[[], tuple[Tensors, Tensors]]
     ) -> tuple[Tensors, Tensors]:
         try:
-            with self._autocast():
+            if self.job.dtype == "float32":
                 outputs, state = call()
+            else:
+                with self.device.autocast(getattr(torch, self.job.dtype)):
+                    outputs, state = call()
         except RAISED as error:
             blame(error, self.where(index), self.layers[index], f"called with {shapes_of(inputs)}")
             raise
-        return tuple(each.contiguous() for each in outputs), tuple(each.contiguous() for each in state)
+        return tuple(map(Tensor.contiguous, outputs)), tuple(map(Tensor.contiguous, state))
 
     def _check(self, index: int, expected: Border, outputs: Tensors) -> None:
         if wrong := difference(expected, outputs):
@@ -581,11 +595,6 @@ class Stage:
     def loss_scale(self) -> float:
         """The scale of the loss in the open step; 1 unless the dtype is float16."""
         return next(iter(self.optimizers.values())).loss_scale
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.job.dtype == "float32":
-            return contextlib.nullcontext()
-        return self.device.autocast(getattr(torch, self.job.dtype))
 
     def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)

@@ -41,7 +41,7 @@ class TensorCensus:
         self._replicas, self._values, self._streams = replicas, values, streams
         self._entries, self._write = entries, write
         self._left, self._most, self._total = 0, BySlot(), 0
-        self._step, self._counts = -1, False
+        self._step, self.is_due = -1, False  # whether the actions of the step are counted
         self._own: Collection[Slot] = ()
         self._told: tuple[BySlot, BySlot] = {}, {}
         self._state: dict[int, TensorBytes] = {}  # of a stage object in the open step
@@ -54,19 +54,18 @@ class TensorCensus:
 
     def begin_step(self, step: int) -> None:
         """Decides whether the actions of a step are counted."""
-        self._counts = self._left > 0 and step != self._step
+        self.is_due = self._left > 0 and step != self._step
         self._step = step
 
     def look(self) -> None:
-        """Counts what is there after an action."""
-        if self._counts:
-            now = self.count()
-            if (total := sum(map(sum, now.values()))) > self._total:
-                self._most, self._total = now, total
+        """Counts what is there after an action of a step that is due."""
+        now = self.count()
+        if (total := sum(map(sum, now.values()))) > self._total:
+            self._most, self._total = now, total
 
     def end_step(self, step: int) -> None:
         """Records the peak of a step, and what is there at its boundary, if they are others than before."""
-        if not self._counts:
+        if not self.is_due:
             return
         self._state = {}
         counts = self.count(), self._most

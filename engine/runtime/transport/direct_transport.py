@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
+from operator import attrgetter
 from typing import Generic, NamedTuple
 
 import torch
@@ -355,10 +356,11 @@ class _DirectChannel(EndChannel[AnyKey]):
         if (early := end.links.take_early(source, number)) is not None:
             end.take_in(source, key, border, early)
             return
-        if any(spec.is_open for spec in border):
+        size = _known_size(border)
+        if size is None:
             end.links.post(source, number, _PostedReceive(end, key, border, _UNKNOWN, ()), _UNKNOWN)
             return
-        room = end.links.room_of(size_of(border))
+        room = end.links.room_of(size)
         end.links.post(source, number, _PostedReceive(end, key, border, room, viewed(room, border)), room)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
@@ -376,7 +378,7 @@ class _DirectChannel(EndChannel[AnyKey]):
         if end.device.is_host and target not in end.cuts.there:  # the fast path: the peer may be waiting
             here: Tensors = tensors  # type: ignore[assignment]  # not copies from a GPU
             self._begin(target, key, here)
-            end.bytes_sent += sum([tensor.nbytes for tensor in here])
+            end.bytes_sent += sum(map(_NBYTES, here))
             return
         leaving = end.device.copies.fetched(tensors)
         end.bytes_sent += sum([tensor.nbytes for tensor in tensors_of(leaving)])
@@ -405,6 +407,7 @@ class _DirectChannel(EndChannel[AnyKey]):
         end.links.send(target, end.number, self._number(key), parts)
 
 
+_NBYTES = attrgetter("nbytes")
 _BETWEEN_STAGES = (ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT, AsidePurpose.VALIDATION)
 _UNKNOWN = memoryview(b"")  # the memory of a receive whose message tells its sizes
 
@@ -415,6 +418,12 @@ def border_in(room: memoryview, border: Border) -> Border:
     numbers = iter(room[: sizes.num_bytes].cast("q") if len(room) >= sizes.num_bytes else ())
     shapes = (tuple(islice(numbers, len(spec.shape))) for spec in border)
     return (sizes, *(replace(spec, shape=shape) for spec, shape in zip(border, shapes, strict=True)))
+
+
+@lru_cache(maxsize=1024)  # it is asked for at every receive
+def _known_size(border: Border) -> int | None:
+    """Returns the size of a message with such tensors, in bytes; None if it tells their sizes itself."""
+    return None if any(spec.is_open for spec in border) else size_of(border)
 
 
 def size_of(border: Border) -> int:

@@ -78,9 +78,11 @@ class Receiver(Generic[AnyKey]):
     def take(self) -> tuple[Value, Tensors]:
         """Waits for the next receive of the program; returns its value, and its tensors ready as input of a layer."""
         receive = self._receives[self._num_taken]
-        if self.must_wait():  # also if it is not posted yet
-            self._post()
-        tensors = self._channel.take(receive.source, receive.key)
+        tensors = self._channel.take_arrived(receive.source, receive.key)
+        if tensors is None:
+            if self.must_wait():  # also if it is not posted yet
+                self._post()
+            tensors = self._channel.take(receive.source, receive.key)
         self._num_taken += 1
         for tensor, spec in zip(tensors, receive.border, strict=True):
             if spec.needs_grad:  # a call into torch is slow in a process that has just woken up

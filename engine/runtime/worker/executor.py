@@ -83,6 +83,11 @@ def run_in_order(
     entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction, *, has_pairs: bool = True
 ) -> None:
     """Runs actions after a `check` each, or one for a pair with a handler; raises InvariantError for a bad handler."""
+    if not _handlers:
+        for entry in entries:
+            check()
+            run(*entry)
+        return
 
     def run_one(entry: QueuedAction) -> None:
         handler = _handlers.get(entry[0].op)
@@ -91,8 +96,8 @@ def run_in_order(
         else:
             _hand_over(handler, (entry,), lambda call: run(*call))
 
-    actions, paired = [action for action, _, _ in entries], has_pairs and _handlers
-    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if paired else {}
+    actions = [action for action, _, _ in entries]
+    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if has_pairs else {}
     for position, entry in enumerate(entries):
         if position - 1 in pairs:
             continue  # the second of a pair
@@ -141,6 +146,7 @@ class Executor:
         self._core_waits = CoreWaits() if device.is_host else None
         self._offers = ResidualOffers()
         self._methods = self._table()
+        self._ends, self._is_host = (0, context.job.slots - 1), device.is_host
         self._loader = MicrobatchLoader(context.job, context.data, device)
 
     def _write(self, record: TensorsRecord) -> None:
@@ -225,13 +231,12 @@ class Executor:
 
     def _run(self, action: Action, text: str, run: Method) -> None:
         context, step, waits = self.context, self.step, self._core_waits
-        strikes = context.failpoints.armed and (action.pipeline, action.stage) in self._worker_program.owned
+        strikes = context.failpoints.is_armed and (action.pipeline, action.stage) in self._worker_program.owned
         if strikes:
             self._leave()
             self._strike(action, "before")
-        context.board.write(context.worker, step, self.num_computed, text)
         context.recorder.stage = action.stage
-        context.control.begin(step, action.op in _BUSY_OPS)
+        context.control.begin(step, action.op in _BUSY_OPS, self.num_computed, text)
         if waits is not None and not (waits.are_read and action.op in COMPUTE_OPS):
             waits = None
         start_ns, waited_ns = now_ns(), 0 if waits is None else waits.total_ns()
@@ -251,7 +256,8 @@ class Executor:
             if waits is not None and step == self.step:
                 self._times.add(action, waited_ns - waits.total_ns(), has_ended=False)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
-            self._census.look()
+            if self._census.is_due:
+                self._census.look()
         if strikes:
             self._leave()
             self._strike(action, "after")
@@ -387,7 +393,7 @@ class Executor:
         targets = weight = None
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
-        if self._takes_data(action):
+        if stage in self._ends:
             start_ns = now_ns()
             batch = self._loader.load(step, action)
             self._note_load(action, start_ns)
@@ -441,12 +447,14 @@ class Executor:
         context.recorder.chore(context.control.accepted, self.step, Chore.DATA, start_ns, str(action))
 
     def _takes_data(self, action: Action) -> bool:
-        return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.slots - 1)
+        return action.op in FORWARD_OPS and action.stage in self._ends
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
         channel, value = self._plane.in_order, carried(action)
-        tensors = channel.leaving(key, self.value_store.to_send(value))
+        tensors = self.value_store.to_send(value)
+        if not self._is_host:
+            tensors = channel.leaving(key, tensors)
         for target in targets:
             channel.send(target, key, tensors)
         self.value_store.sent(value, tensors)

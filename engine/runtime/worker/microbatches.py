@@ -23,7 +23,7 @@ from engine.core.errors import InvariantError, Problem, UserError, required
 from engine.core.history.process_records import DataRetryRecord
 from engine.core.job.job import Job, is_due
 from engine.core.job.samples import EvaluationSets, parts_of
-from engine.core.ownership import Slot
+from engine.core.ownership import Slot, turned
 from engine.core.texts import numbered, printable
 from engine.core.transient_errors import RetryLimits, is_transient
 from engine.core.units import parse_duration
@@ -323,9 +323,9 @@ class MicrobatchLoader:
 
     def check_used(self, step: int, action: Action) -> None:
         """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""
-        of_forward = self._job.grid.turned(action.microbatch)
+        of_forward = turned(action.microbatch, self._job.slices)
         used = self._used.pop((action.pipeline, action.stage, of_forward), ())
-        if self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
+        if used and self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
             difference = f"{named(self._number(action), action.pipeline, step)} was overwritten before its backward"
             raise UserError([impure_data(self._job.data, difference)])
 

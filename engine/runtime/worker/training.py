@@ -107,6 +107,7 @@ class PlannerThread:
         self._grid = grid
         self._has_tags = context.job.backend != "nccl"  # without tags the transfers of all workers have one order
         self._thread = ThreadPoolExecutor(1)
+        self._thread.submit(int)  # the thread exists before a recovery, which would wait for its start
         self._hurry = threading.Event()
         self._host_lock = HostLock(context.board.fd)
         sys.setswitchinterval(_SWITCH_S)

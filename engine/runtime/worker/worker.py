@@ -405,10 +405,10 @@ class WorkerRun(ControlHandler):
         if self._failpoints is not None:
             self._failpoints.handle(order)
 
-    def moved(self, epoch: int, step: int, index: int, inside: bool) -> None:
+    def moved(self, epoch: int, step: int, index: int, inside: bool, num_computed: int = 0, action: str = "") -> None:
         """Shows the position of the main thread on the board."""
         if self._whereabouts is not None:
-            self._whereabouts.move(epoch, step, index, inside)
+            self._whereabouts.move(epoch, step, index, inside, num_computed, action)
 
     def is_owing(self) -> bool:
         """Whether the device keeps a message."""
