@@ -60,15 +60,12 @@ class TensorDifference(NamedTuple):
 
 
 class RowsEquality(NamedTuple):
-    """How many rows of two trajectories are equal, the first difference, and the hashes after the last step.
-
-    `last` is the last step of both, -1 without any.
-    """
+    """How many rows of two trajectories are equal, the first difference, and the hashes after the last step."""
 
     equal: int
     rows: int
     steps: int
-    last: int
+    last: int  # step of both, -1 without any
     hashes: tuple[str, str]
     difference: Difference | None
 

@@ -177,16 +177,13 @@ class ExternalRecovery:
 
 @dataclass(frozen=True, slots=True)
 class ExternalRun:
-    """One run of a job: its events by time, and the processes left at its end, if known.
-
-    `unread` counts the reports of steps that could not be read, `unread_states` those of states.
-    """
+    """One run of a job: its events by time, and the processes left at its end, if known."""
 
     events: Sequence[ExternalEvent]
     leftovers: Sequence[str] | None = ()
-    unread: int = 0
+    unread: int = 0  # reports of steps that could not be read
     states: Sequence[StateReport] = ()
-    unread_states: int = 0
+    unread_states: int = 0  # reports of states
 
     def of(self, *kinds: type[Any]) -> list[Any]:
         """Returns the events of these kinds, in the order of their times."""

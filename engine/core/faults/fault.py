@@ -262,16 +262,13 @@ Victim = Owner | Worker | Role | Host
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, with an `id` unique in its run; strikes all victims at once with the registered kind `do`.
-
-    `parameters` are those of the kind, by `Parameter.key`.
-    """
+    """One fault, with an `id` unique in its run; strikes all victims at once with the registered kind `do`."""
 
     id: str
     moment: Moment
     victims: tuple[Victim, ...]
     do: str = "kill"
-    parameters: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
+    parameters: Mapping[str, Scalar] = field(default_factory=dict, hash=False)  # by `Parameter.key`
 
     def in_words(self, noun: str) -> str:
         """Returns the fault in words; `noun` is that of a slot in a pipeline of the job."""

@@ -16,16 +16,13 @@ _WORKER = frozenset({"worker", "workers", "and"})
 
 
 class NoticeFrom(NamedTuple):
-    """A command or URL asked every `every_s` s.
-
-    `token_url` is asked first, for a token to show; `name_url` gives the name of this machine in a list of events.
-    """
+    """A command or URL asked every `every_s` s."""
 
     command: tuple[str, ...] = ()
     url: str = ""
     every_s: float = 5.0
-    token_url: str = ""
-    name_url: str = ""
+    token_url: str = ""  # asked first, for a token to show
+    name_url: str = ""  # gives the name of this machine in a list of events
 
     @property
     def name(self) -> str:

@@ -72,17 +72,14 @@ def in_order(chain: VoteChain) -> Iterator[tuple[int, tuple[SlotVote, ...]]]:
 
 
 class Commit(NamedTuple):
-    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`.
-
-    `lr` is the rate unless the job alone tells it; `monitored` the last value of the figure that a schedule follows.
-    """
+    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`."""
 
     step: int
     loss: float
     grad_norm: float
     clip_factor: float
-    lr: float | None = None
-    monitored: float | None = None
+    lr: float | None = None  # unless the job alone tells it
+    monitored: float | None = None  # the last value of the figure that a schedule follows
 
 
 class Ballot(NamedTuple):

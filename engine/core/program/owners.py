@@ -26,15 +26,12 @@ from engine.core.program.teams import in_pipeline, is_in_list_order, teams_of
 
 @dataclass(frozen=True, slots=True)
 class OwnersCompute:
-    """The compute actions of each owner, ordered by the schedule or (not `is_scheduled`) by the list scheduler.
-
-    `most_blocks` are those of the longest stage. A line is made anew each time.
-    """
+    """The compute actions of each owner, ordered by the schedule or (not `is_scheduled`) by the list scheduler."""
 
     workers: tuple[int, ...]
-    line_of: Callable[[int], ComputeList]
+    line_of: Callable[[int], ComputeList]  # made anew each time
     is_scheduled: bool
-    most_blocks: int = 1
+    most_blocks: int = 1  # of the longest stage
 
     def program(self) -> Program:
         """Returns the lines of all owners."""

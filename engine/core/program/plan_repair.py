@@ -130,16 +130,13 @@ def repaired(
 
 
 class RepairedProgram(Mapping[int, tuple[Action, ...]]):
-    """The programs of all members in a repair, put together on demand from `program`, which was running.
-
-    `with_end` adds the end of the step to a worker's part of it.
-    """
+    """The programs of all members in a repair, put together on demand from `program`, which was running."""
 
     def __init__(
         self,
         rests: Iterable[ProgramRest],
         program: Program,
-        with_end: Callable[[int, tuple[Action, ...]], tuple[Action, ...]],
+        with_end: Callable[[int, tuple[Action, ...]], tuple[Action, ...]],  # adds the end of the step to a part
     ):
         self._rests = {rest.worker: rest for rest in rests}
         self._program, self._with_end = program, with_end

@@ -34,17 +34,13 @@ _CLOSE = 1.001  # times what is possible at best: good enough
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What actions take, in one unit of time: a forward, the backward's two parts (by stage), a transfer.
-
-    `transfer` has the time from each stage to the next. A copy of a residual to the host takes `copy_time` forwards,
-    None if that is not known.
-    """
+    """What actions take, in one unit of time: a forward, the backward's two parts (by stage), a transfer."""
 
     forward: tuple[float, ...]
     for_input: tuple[float, ...]
     for_weights: tuple[float, ...]
-    transfer: tuple[float, ...]
-    copy_time: float | None = None
+    transfer: tuple[float, ...]  # from each stage to the next
+    copy_time: float | None = None  # of a residual to the host, in forwards; None if it is not known
 
     def cost(self, action: Action) -> float:
         """Returns what an action takes; nothing if it computes nothing."""
