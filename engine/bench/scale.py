@@ -36,7 +36,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord
 from engine.core.job.job import Job
 from engine.core.message_kinds import MAX_BYTES
-from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.ownership import Grid, Members, Ownership, fresh, with_shadows
 from engine.core.program.ballot import SlotVote, VoteMessage, open_ballot
 from engine.core.program.build import baseline, build_program
 from engine.core.program.dependencies import peers_of, peers_program, routes_of
@@ -192,7 +192,7 @@ def _bench_messages(sizes: Sequence[int], folder: Path) -> list[BenchRow]:
         members, owners = tuple(worker for worker, _ in inventories), source.ownership.owners
         document = PlanMessage(source.epoch, 0, members, (), owners, none, inventories, before=base.owners)
         job = Job(stages=workers, microbatches=_MICROBATCHES, schedule=_SCHEDULE)
-        grid = first_grid(1, tuple(range(workers)), base.owners, none)
+        grid = first_grid(1, Members.of(range(workers)), Ownership(source.ownership.grid, base.owners))
         for tell in in_parts(job, grid, with_repair(job, document), members):
             messages += [encode(tell.message)] * len(tell.workers)
         total_kb, case = sum(map(len, messages)) / 1e3, f"P={workers} M={_MICROBATCHES}"

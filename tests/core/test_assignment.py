@@ -6,8 +6,9 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, combinations_with_replacement, pairwise, permutations
 
 import pytest
 
@@ -16,7 +17,7 @@ from engine.core.program.dry_run import dry_run
 from engine.core.program.passes import with_transfers
 from engine.core.program.remaining_tasks import merged_compute
 from engine.core.protocol import assignment
-from engine.core.protocol.assignment import Assignment, assign, runs_of, step_time
+from engine.core.protocol.assignment import Assignment, ScheduleOrder, assign, runs_of, step_time
 from engine.core.protocol.measured_facts import MeasuredFacts
 from tests.looped import looped
 
@@ -85,6 +86,55 @@ def offences(seeds: range) -> Iterator[str]:
 
 def test_no_rule_is_broken() -> None:
     assert list(offences(range(30))) == []
+
+
+def test_a_cut_is_the_cheapest_of_all_and_then_the_most_even() -> None:
+    compared = 0
+    for seed in range(400):
+        ownership, workers, measured = drawn_case(seed)
+        num_slots, rng = len(ownership.owners), random.Random(seed)  # noqa: S311
+        if not 4 < num_slots <= 8 or not 2 < len(workers) <= 5:
+            continue
+        whole = {worker: rng.sample(ownership.grid.slots(), num_slots // 3) for worker in workers}
+        options = assignment._Options(ownership, measured, whole, len(workers), ScheduleOrder())
+        keep = rng.sample(workers, seed % 3)
+        row = assignment._Row(options, workers, keep)
+        if (least := row.least_limit()) is None:
+            continue
+        limit = rng.choice((1.0, 1.5)) * least
+        scores = {}
+        for borders in combinations_with_replacement(range(num_slots + 1), len(workers) - 1):
+            pieces = [*pairwise((0, *borders, num_slots))]
+            if all(
+                begin + row.least[at] <= end <= row._reach(at, begin, limit) for at, (begin, end) in enumerate(pieces)
+            ):
+                owners = tuple(workers[at] for at, (begin, end) in enumerate(pieces) for _ in range(begin, end))
+                speeds, price = map(measured.speed_of, workers), sum(map(options.price, owners, range(num_slots)))
+                loads = [(row.work[end] - row.work[begin]) / next(speeds) for begin, end in pieces]
+                scores[owners] = price, sum(load * load for load in loads)
+        for width in (1, 4):
+            assert scores[row.cut(limit, width)] == pytest.approx(min(scores.values()))
+        compared += 1
+    assert compared > 20
+
+
+def test_what_is_looked_at_after_a_death_grows_with_the_workers_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, price = Counter[int](), assignment._Options.price
+
+    def counted(options: assignment._Options, worker: int, place: int) -> int:
+        looked[len(options.present)] += 1
+        return price(options, worker, place)
+
+    monkeypatch.setattr(assignment._Options, "price", counted)
+    for workers in (32, 128):
+        for blocks in (1, 3):
+            owners = [place // blocks for place in range(workers * blocks)]
+            owners[workers * blocks // 2 : (workers // 2 + 1) * blocks] = [workers // 2 - 1] * blocks
+            staying = [worker for worker in range(workers) if worker != workers // 2]
+            assign(Ownership(Grid(workers * blocks, 4), tuple(owners)), staying)
+    assert looked[128] < 5 * looked[32] and looked[384] < 5 * looked[96]
 
 
 def test_a_policy_that_reads_the_order_of_its_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

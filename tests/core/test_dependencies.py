@@ -204,6 +204,20 @@ def test_no_two_things_have_one_number() -> None:
     assert found > 1000
 
 
+def test_numbers_grow_with_the_workers_and_not_with_their_square() -> None:
+    lengths = []
+    for workers in (32, 128):
+        grid = Grid(workers, 2)
+        ownership = Ownership(grid, tuple(range(workers)), tuple(((each + 1) % workers,) for each in range(workers)))
+        program = build_program("1f1b", ownership, "lazy")
+        numbers = DependencyIndex(program, ownership)
+        for worker, actions in program.items():
+            for action in actions:
+                numbers.line(action, worker)
+        lengths.append(len(numbers))
+    assert lengths[1] < 5 * lengths[0]
+
+
 def cpu_seconds(work: Callable[[], object]) -> float:
     """Returns the least that a call took of three, in seconds of the processor."""
     found = []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from engine.codec.messages import encode
 from engine.core.job.job import Job as RunJob
-from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.ownership import Grid, Members, Ownership, fresh, with_shadows
 from engine.core.program.build import baseline, build_program
 from engine.core.program.inventory import Inventory, PlanMessage, PlanPartMessage, from_json, to_json
 from engine.core.program.plan_parts import document_of, first_grid, grid_of, parts_of
@@ -39,7 +39,7 @@ def _plan(workers: int, victim: int) -> tuple[Grid, PlanMessage, PlanMessage]:
     hosts = tuple(worker // 4 for worker in range(workers))
     there = tuple(host for worker, host in enumerate(hosts) if worker != victim)
     plan = PlanMessage(2, 4, members, (), owners, shadows, texts, hosts=there, before=before.owners, repair=repair)
-    return before.grid, first_grid(1, tuple(range(workers)), before.owners, before.shadows, *hosts), plan
+    return before.grid, first_grid(1, Members.of(range(workers)), before, hosts), plan
 
 
 GRID, BASE, PLAN = _plan(12, 5)

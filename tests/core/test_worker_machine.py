@@ -648,7 +648,7 @@ def test_a_plan_is_prepared_and_answered_in_any_mode() -> None:
 
 def test_a_part_of_a_plan_is_prepared_from_the_grid_of_the_epoch_before_it_which_may_be_prepared_too() -> None:
     rests, wanted = (ProgramRest(0, 0), ProgramRest(1, 0)), (1, 1)
-    base, whole = first_grid(1, (0, 1), WHOLE.owners, WHOLE.shadows), document(2, 3)
+    base, whole = first_grid(1, Members.of((0, 1)), WHOLE), document(2, 3)
     plan = replace(whole, owners=WHOLE.owners, before=WHOLE.owners, wanted=wanted, repair=Repair(rests, (), (), (), ()))
     part = dict(parts_of(plan, base, GRID))[0]
     (order,) = step(running(3), ProtocolMessage(PreparePartMessage(7, part, HOLDS)))[1]

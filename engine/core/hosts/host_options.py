@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,35 +58,31 @@ def problems_of(options: HostOptions, job: Job | None, is_own: Callable[[str], b
     return problems if job is None else [*problems, *_of_job(options, job)]
 
 
-def _of_run(options: HostOptions) -> list[Problem]:
-    problems = []
+def _of_run(options: HostOptions) -> Iterator[Problem]:
     if not options.etcd:
         hint = "the hosts of a run meet in a kept etcd, which outlives each of them"
-        problems.append(Problem("--hosts", "--etcd with it", "nothing", hint))
+        yield Problem("--hosts", "--etcd with it", "nothing", hint)
     if not RUN_ID.fullmatch(options.run_id):
         hint = "the same on every host, such as the number that a scheduler gives"
-        problems.append(Problem("--run", "at most 100 letters, digits and . _ -", repr(options.run_id), hint))
+        yield Problem("--run", "at most 100 letters, digits and . _ -", repr(options.run_id), hint)
     if not LEAST_S <= options.lease_s <= MOST_S:
-        problems.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(options.lease_s)))
-    return problems
+        yield Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(options.lease_s))
 
 
-def _of_hosts(options: HostOptions) -> list[Problem]:
-    problems = []
+def _of_hosts(options: HostOptions) -> Iterator[Problem]:
     names = options.names
     if names and options.number > MOST_HOSTS:
-        problems.append(Problem("--hosts", f"at most {MOST_HOSTS} names", f"{options.number} of them"))
+        yield Problem("--hosts", f"at most {MOST_HOSTS} names", f"{options.number} of them")
     elif not 1 <= options.number <= MOST_HOSTS:
-        problems.append(Problem("--hosts", f"1 to {MOST_HOSTS}, or names with commas between", options.hosts))
+        yield Problem("--hosts", f"1 to {MOST_HOSTS}, or names with commas between", options.hosts)
     if wrong := [each for each in names if not NAME.fullmatch(each)]:
-        problems.append(Problem("--hosts", "names of letters, digits and . _ -", ", ".join(map(repr, wrong))))
+        yield Problem("--hosts", "names of letters, digits and . _ -", ", ".join(map(repr, wrong)))
     if twice := sorted({each for each in names if names.count(each) > 1}):
-        problems.append(Problem("--hosts", "each host once", ", ".join(twice)))
+        yield Problem("--hosts", "each host once", ", ".join(twice))
     if not NAME.fullmatch(options.node):
-        problems.append(Problem("--node", "at most 63 letters, digits and . _ -", repr(options.node)))
+        yield Problem("--node", "at most 63 letters, digits and . _ -", repr(options.node))
     elif names and options.node not in names:
-        problems.append(Problem("--node", "one of the names in --hosts", options.node, "its default is the host name"))
-    return problems
+        yield Problem("--node", "one of the names in --hosts", options.node, "its default is the host name")
 
 
 def _of_address(options: HostOptions, is_own: Callable[[str], bool]) -> list[Problem]:
@@ -121,27 +117,25 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _of_job(options: HostOptions, job: Job) -> list[Problem]:
-    problems = []
+def _of_job(options: HostOptions, job: Job) -> Iterator[Problem]:
     count = job.num_workers
     room = options.workers * options.number
     if options.workers < 0 or (options.workers and room < count):
         hint = f"{options.number} hosts with {options.workers} workers each have room for {max(room, 0)}"
-        problems.append(Problem("--workers", f"room for the {count} workers of the job", str(options.workers), hint))
+        yield Problem("--workers", f"room for the {count} workers of the job", str(options.workers), hint)
     if options.number > count:
-        problems.append(Problem("--hosts", f"at most one host for each of the {count} workers", str(options.number)))
+        yield Problem("--hosts", f"at most one host for each of the {count} workers", str(options.number))
     if job.backend == "nccl":
         hint = (
             "groups of NCCL have no proof of the run's key, and none has been tried between hosts; links take GPUs too"
         )
-        problems.append(Problem("backend", "direct on several hosts", job.backend, hint))
+        yield Problem("backend", "direct on several hosts", job.backend, hint)
     if job.fsdp:
         hint = "shards have been put together on one host only; more stages divide a model over hosts"
-        problems.append(Problem("fsdp", "0 on several hosts", str(job.fsdp), hint))
+        yield Problem("fsdp", "0 on several hosts", str(job.fsdp), hint)
     if keeps_any(job.checkpoint_every) and not (job.checkpoints or _is_loopback(options.address)):
         hint = "checkpoints=PLACE is a folder that all hosts share, or a URL; checkpoint_every=0 keeps none"
-        problems.append(Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint))
-    return problems
+        yield Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint)
 
 
 # The hosts of a run as they register, and the facts in which all of them have to agree: job, code, arithmetic.

@@ -7,7 +7,7 @@ refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,9 +84,8 @@ def problems_of_plan(place: str, plan: LaunchPlan) -> list[Problem]:
     if place not in PLACES:
         hint = "torchrun ends every process when one ends, so the loss of a host would end the run"
         expected = ", ".join(PLACES[:-1]) + f" or {PLACES[-1]}"
-        problems.append(
-            Problem("PLACE", expected, repr(place), hint if place == "torchrun" else nearest(place, PLACES))
-        )
+        hint = hint if place == "torchrun" else nearest(place, PLACES)
+        problems.append(Problem("PLACE", expected, repr(place), hint))
     if not NAME.fullmatch(plan.name):
         problems.append(Problem("--name", "at most 40 small letters, digits and -", repr(plan.name)))
     if not 1 <= plan.grace_s <= MOST_GRACE_S:
@@ -110,26 +109,21 @@ def _of_other_places(place: str, plan: LaunchPlan) -> list[Problem]:
     ]
 
 
-def _of_names(place: str, plan: LaunchPlan) -> list[Problem]:
+def _of_names(place: str, plan: LaunchPlan) -> Iterator[Problem]:
     named = ",".join(plan.hosts)
     if place == "ssh" and not plan.hosts:
-        return [
-            Problem("--hosts", "the names of the hosts", str(plan.num_hosts), "ssh needs their names: --hosts a,b,c")
-        ]
-    if place in ("k8s", "ray") and plan.hosts:
+        yield Problem("--hosts", "the names of the hosts", str(plan.num_hosts), "ssh needs their names: --hosts a,b,c")
+    elif place in ("k8s", "ray") and plan.hosts:
         who = "Kubernetes" if place == "k8s" else "Ray"
-        return [Problem("--hosts", "the number of hosts", named, f"{who} chooses the nodes")]
-    if place == "slurm" and plan.names != plan.hosts:
-        return [Problem("--hosts", "names of nodes without a user", named)]
-    return []
+        yield Problem("--hosts", "the number of hosts", named, f"{who} chooses the nodes")
+    elif place == "slurm" and plan.names != plan.hosts:
+        yield Problem("--hosts", "names of nodes without a user", named)
 
 
-def _of_sbatch(extra: Sequence[str]) -> list[Problem]:
-    problems = []
+def _of_sbatch(extra: Sequence[str]) -> Iterator[Problem]:
     for text in extra:
         option = SBATCH.fullmatch(text)
         if option is None:
-            problems.append(Problem("--sbatch", "one option of sbatch, such as --partition=train", repr(text)))
+            yield Problem("--sbatch", "one option of sbatch, such as --partition=train", repr(text))
         elif option[1] in _OWN:
-            problems.append(Problem("--sbatch", "an option that the script does not set itself", text, _OWN[option[1]]))
-    return problems
+            yield Problem("--sbatch", "an option that the script does not set itself", text, _OWN[option[1]])

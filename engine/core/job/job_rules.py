@@ -242,10 +242,9 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     return problems
 
 
-def _check_blocks(job: Job) -> list[Problem]:
+def _check_blocks(job: Job) -> Iterator[Problem]:
     if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
-        return [Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks))]
-    return []
+        yield Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks))
 
 
 def _check_slices(job: Job) -> list[Problem]:
@@ -275,45 +274,39 @@ def unsliced_schedules() -> list[str]:
     return [name for name, each in SCHEDULES.items() if each.overlaps or directions_of(name) > 1]
 
 
-def _check_directions(job: Job) -> list[Problem]:
+def _check_directions(job: Job) -> Iterator[Problem]:
     directions = directions_of(job.schedule)
     if directions == 1:
-        return []
-    problems = []
+        return
     if job.pipelines % directions:
         hint = "microbatches enter at both ends, and each direction is a pipeline with weights of its own"
-        problems.append(Problem("pipelines", f"an even number with schedule {job.schedule}", str(job.pipelines), hint))
+        yield Problem("pipelines", f"an even number with schedule {job.schedule}", str(job.pipelines), hint)
     if job.fsdp:
         hint = "a worker needs the whole stages of both directions in turn"
-        problems.append(Problem("fsdp", f"0 with schedule {job.schedule}", str(job.fsdp), hint))
-    return problems
+        yield Problem("fsdp", f"0 with schedule {job.schedule}", str(job.fsdp), hint)
 
 
-def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
-    problems = []
+def _check_device(job: Job, nccl_on_cpu: bool) -> Iterator[Problem]:
     if job.device == "cuda" and job.fsdp:
         hint = "shards have been put together on CPUs only"
-        problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
+        yield Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint)
     if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
         hint = "NCCL sends between GPUs; --device cuda computes on them"
-        problems.append(Problem("backend", "auto or direct with device cpu", "'nccl'", hint))
+        yield Problem("backend", "auto or direct with device cpu", "'nccl'", hint)
     if job.variable_shapes and job.backend == "nccl":
         hint = "NCCL needs the size of a message before it comes; --backend direct sends it with the message"
-        problems.append(Problem("variable_shapes", "false with backend nccl", "true", hint))
+        yield Problem("variable_shapes", "false with backend nccl", "true", hint)
     if job.device == "cpu" and job.retain == "cpu":
         hint = "what the CPU computes lies on the host already"
-        problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))
-    return problems
+        yield Problem("retain", "device with device cpu", "'cpu'", hint)
 
 
-def _check_offload(job: Job) -> list[Problem]:
-    problems = []
+def _check_offload(job: Job) -> Iterator[Problem]:
     if job.offload == "host" and job.fsdp:
         hint = "the weights in what autograd saves come and go with fsdp"
-        problems.append(Problem("offload", "none with fsdp", "'host'", hint))
+        yield Problem("offload", "none with fsdp", "'host'", hint)
     if not 0 < job.offload_time < math.inf:
-        problems.append(Problem("offload_time", "a number > 0, in forwards", repr(job.offload_time)))
-    return problems
+        yield Problem("offload_time", "a number > 0, in forwards", repr(job.offload_time))
 
 
 def _check_shards(job: Job) -> list[Problem]:
@@ -330,14 +323,13 @@ def _check_shards(job: Job) -> list[Problem]:
     return [Problem("fsdp", expected, repr(job.fsdp), hint)] if expected else []
 
 
-def _check_workers(job: Job) -> list[Problem]:
+def _check_workers(job: Job) -> Iterator[Problem]:
     if job.workers > max(1, job.most_workers):
         hint = "stages / stages_per_worker x pipelines; a worker has at least one stage of one pipeline"
-        return [Problem("workers", f"a whole number <= {job.most_workers}", repr(job.workers), hint)]
-    if job.workers and job.fsdp:
+        yield Problem("workers", f"a whole number <= {job.most_workers}", repr(job.workers), hint)
+    elif job.workers and job.fsdp:
         hint = "the owners of a stage hold its shards, one in each pipeline"
-        return [Problem("workers", "0 with fsdp", repr(job.workers), hint)]
-    return []
+        yield Problem("workers", "0 with fsdp", repr(job.workers), hint)
 
 
 def _check_growth(job: Job) -> list[Problem]:
@@ -350,10 +342,8 @@ def _check_growth(job: Job) -> list[Problem]:
         expected, hint = f"a whole number >= {least}", f"the job starts with {counted(least, 'worker')}"
     elif AT_MOST["max_workers"] >= job.max_workers > slots:
         where = f"each of the {job.pipelines} pipelines has" if job.pipelines > 1 else "there are"
-        expected, hint = (
-            f"a whole number <= {slots}",
-            f"a worker owns at least one {job.slot_noun}, and {where} {job.cut}",
-        )
+        expected = f"a whole number <= {slots}"
+        hint = f"a worker owns at least one {job.slot_noun}, and {where} {job.cut}"
     return [Problem("max_workers", expected, repr(job.max_workers), hint)] if expected else []
 
 
@@ -371,18 +361,15 @@ def _check_streams(job: Job) -> list[Problem]:
     return [Problem("log_every", expected, repr(job.log_every), hint)] if expected else []
 
 
-def _check_redundancy(job: Job) -> list[Problem]:
+def _check_redundancy(job: Job) -> Iterator[Problem]:
     """A shadow is another worker than the owner; only a job of one worker may ask for a shadow and have none."""
+    most = max(1, job.num_workers - 1)
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
-        return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
-    num_workers = job.num_workers
-    most = max(1, num_workers - 1)
-    if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
-        expected = f"a whole number <= {most}"
-        hint = f"{num_workers} workers, and a shadow is another one than the owner"
-        return [Problem("redundancy_level", expected, repr(job.redundancy_level), hint)]
-    return []
+        yield Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)
+    elif job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
+        hint = f"{job.num_workers} workers, and a shadow is another one than the owner"
+        yield Problem("redundancy_level", f"a whole number <= {most}", repr(job.redundancy_level), hint)
 
 
 def _check_partition(job: Job) -> list[Problem]:

@@ -194,8 +194,8 @@ class DependencyIndex:
     def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership):
         self._ownership = ownership
         most = max(map(itemgetter(2), chain.from_iterable(program.values())), default=0)
-        self._width = 2 + max(most, ownership.grid.microbatches, *ownership.workers())  # an index is -1 or more
-        self._rows: dict[tuple[int, Kind | Op, int, int], int] = {}
+        self._width = 2 + max(most, ownership.grid.microbatches)  # an index is -1 or more
+        self._rows: dict[tuple[int, Kind | Op, int, int, int], int] = {}
         self._same: dict[tuple[Op, int], IndexedActions] = {}  # of ops that need all votes, by microbatch
 
     def __len__(self) -> int:
@@ -206,19 +206,21 @@ class DependencyIndex:
         place, content = thing
         if isinstance(content, Value):
             kind, pipeline, stage, index = content
+            if kind is Kind.VOTED:  # a row as long as there are workers would be empty but for the voter
+                return self._row(place, kind, pipeline, stage, index)
             return self._row(place, kind, pipeline, stage) + index
         stage, op, index, pipeline = content
         return self._row(place, op, pipeline, stage) + index
 
-    def _row(self, place: int, kind: Kind | Op, pipeline: int, stage: int) -> int:
-        return self._rows.setdefault((place, kind, pipeline, stage), len(self._rows)) * self._width + 1
+    def _row(self, place: int, kind: Kind | Op, pipeline: int, stage: int, voter: int = -1) -> int:
+        return self._rows.setdefault((place, kind, pipeline, stage, voter), len(self._rows)) * self._width + 1
 
     def thing(self, number: int) -> Thing:
         """Returns the thing that has a number."""
         row, above = divmod(number, self._width)
-        place, kind, pipeline, stage = list(self._rows)[row]
+        place, kind, pipeline, stage, voter = list(self._rows)[row]
         if isinstance(kind, Kind):
-            return place, Value(kind, pipeline, stage, above - 1)
+            return place, Value(kind, pipeline, stage, voter if kind is Kind.VOTED else above - 1)
         return place, Action(stage, kind, above - 1, pipeline)
 
     def line(self, action: Action, worker: int) -> IndexedActions:

@@ -134,9 +134,8 @@ class _Exchange:
                         self._send(given, worker)
                         self.sends[given] = make_action(stage, send, microbatch, pipeline)
 
-    def spliced(self, worker: int) -> list[Action]:
+    def spliced(self, worker: int) -> Iterator[Action]:
         """Returns a worker's actions with each receive before its use and each send behind its maker."""
-        parts = []
         under_way, queues, receives, sends = self.under_way, self.queues, self.receives, self.sends
         for action, (takes, gives) in zip(self.program[worker], self.lines[worker], strict=True):
             microbatch = action[2]
@@ -144,14 +143,13 @@ class _Exchange:
                 taken = number + microbatch
                 while taken in under_way:
                     come = queues[under_way[taken], worker].popleft()
-                    parts.append(receives[come])
+                    yield receives[come]
                     del under_way[come]
-            parts.append(action)
+            yield action
             for number, _ in gives:
                 send = sends.pop(number + microbatch, None)
                 if send is not None:
-                    parts.append(send)
-        return parts
+                    yield send
 
 
 # The pass that adds redundant forwards: the first shadow of a slot runs the slot's forwards while it would wait.

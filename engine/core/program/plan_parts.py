@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
-from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.ownership import Grid, Members, Ownership, Slot
 from engine.core.program.dependencies import peers_of
 from engine.core.program.inventory import GridChange, PlanMessage, PlanPartMessage, Repair
 
@@ -34,11 +34,11 @@ def grid_of(plan: PlanMessage) -> PlanMessage:
     return replace(plan, committed=0, leaving=(), inventories=(), wanted=(), ships=(), repair=None, digest="")
 
 
-def first_grid(
-    epoch: int, members: tuple[int, ...], owners: tuple[int, ...], shadows: tuple[tuple[int, ...], ...], *hosts: int
-) -> PlanMessage:
+@lru_cache(maxsize=4)  # workers of one process share it
+def first_grid(epoch: int, members: Members, ownership: Ownership, hosts: tuple[int, ...] = ()) -> PlanMessage:
     """Returns the grid of an epoch that begins without a plan."""
-    return PlanMessage(epoch, 0, members, (), owners, shadows or ((),) * len(owners), (), (), hosts, before=owners)
+    owners, shadows = ownership.owners, ownership.shadows or ((),) * len(ownership.owners)
+    return PlanMessage(epoch, 0, (*members,), (), owners, shadows, (), hosts=hosts, before=owners)
 
 
 def _digest(of: object) -> str:

@@ -55,8 +55,7 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
         line = lines.get(key)
         if line is None:
             values = [value for _, value in needs(action, ownership.owner(pipeline, stage), ownership)]
-            line = [(makers[value[:3]], value.index - microbatch) for value in values]
-            lines[key] = line
+            line = lines[key] = [(makers[value[:3]], value.index - microbatch) for value in values]
         makers_of_needs = (makes[microbatch + more] for makes, more in line)
         tasks[action] = before = [maker for maker in makers_of_needs if maker is not None]
         missing += before

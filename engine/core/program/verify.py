@@ -248,6 +248,9 @@ class Violation:
         return f"worker {self.worker}{place}: {self.action}: {self.rule}"
 
 
+Violations = Iterator[Violation]
+
+
 def verify(
     program: Program,
     ownership: Ownership,
@@ -260,9 +263,9 @@ def verify(
     values at the start of a plan, which is the rest of a step (of a counter the last index); None for a whole step.
     """
     whole = expected_actions(program, ownership, healing, held)  # the next line ticks off the right ones
-    violations = _wrong_actions(program, ownership, whole, Duties(program, ownership, healing, held))
+    violations = [*_wrong_actions(program, ownership, whole, Duties(program, ownership, healing, held))]
     if not violations and held is not None:
-        violations = _unpaired_sends(program)
+        violations = [*_unpaired_sends(program)]
     if violations:
         return tuple(violations)
     stuck: ScheduleError | None = None
@@ -270,12 +273,12 @@ def verify(
         refuse_stuck(program, ownership, held or ())
     except ScheduleError as error:
         stuck = error
-    missing = _missing_actions(whole)
+    missing = [*_missing_actions(whole)]
     if stuck:
-        violations = missing + _wrong_order(program, ownership, frozenset(held or ()), name_gaps=not missing)
-    violations = violations or missing or _crossed_transfers(program, ownership) + _taken_away(program)
+        violations = [*missing, *_wrong_order(program, ownership, frozenset(held or ()), name_gaps=not missing)]
+    violations = violations or missing or [*_crossed_transfers(program, ownership), *_taken_away(program)]
     if STASH_OPS & {action.op for actions in program.values() for action in actions}:
-        violations = violations or _misplaced_stash(program)
+        violations = violations or [*_misplaced_stash(program)]
     if stuck and not violations:
         if not isinstance(stuck, DeadlockError):  # every gap is a violation
             raise InvariantError(str(stuck))
@@ -284,8 +287,7 @@ def verify(
     return tuple(violations)
 
 
-def _wrong_actions(program: Program, ownership: Ownership, whole: ExpectedActions, duties: Duties) -> list[Violation]:
-    violations = []
+def _wrong_actions(program: Program, ownership: Ownership, whole: ExpectedActions, duties: Duties) -> Violations:
     for worker, actions in program.items():
         mine = whole.get(worker, {})
         for position, action in enumerate(actions):
@@ -297,17 +299,15 @@ def _wrong_actions(program: Program, ownership: Ownership, whole: ExpectedAction
                 continue
             rule = "stands twice" if stands else duties.why_not(action, worker)
             if rule:
-                violations.append(Violation(worker, position, str(action), rule))
+                yield Violation(worker, position, str(action), rule)
             elif op not in SHARD_OPS:  # a step may repeat them
                 mine.setdefault((stage, op, pipeline), {})[microbatch] = True
-    return violations
 
 
-def _unpaired_sends(program: Program) -> list[Violation]:
+def _unpaired_sends(program: Program) -> Violations:
     """In a plan, each value that is sent has one sender and a taker."""
     taken = {carried(action) for actions in program.values() for action in actions if action.op in RECEIVE_OPS}
     sender: dict[Value, int] = {}
-    violations = []
     for worker, actions in program.items():
         for position, action in enumerate(actions):
             if action.op in SEND_OPS:
@@ -315,28 +315,24 @@ def _unpaired_sends(program: Program) -> list[Violation]:
                 first = sender.setdefault(value, worker)
                 rule = f"is sent by worker {first} too" if first != worker else "" if value in taken else NO_PEER
                 if rule:
-                    violations.append(Violation(worker, position, str(action), rule))
-    return violations
+                    yield Violation(worker, position, str(action), rule)
 
 
-def _missing_actions(whole: ExpectedActions) -> list[Violation]:
-    return [
-        Violation(worker, -1, str(Action(stage, op, microbatch, pipeline)), "is missing")
-        for worker, mine in whole.items()
-        for (stage, op, pipeline), line in mine.items()
-        for microbatch, stands in line.items()
-        if not stands
-    ]
+def _missing_actions(whole: ExpectedActions) -> Violations:
+    for worker, mine in whole.items():
+        for (stage, op, pipeline), line in mine.items():
+            for microbatch, stands in line.items():
+                if not stands:
+                    yield Violation(worker, -1, str(Action(stage, op, microbatch, pipeline)), "is missing")
 
 
-def _wrong_order(program: Program, ownership: Ownership, held: Collection[Held], name_gaps: bool) -> list[Violation]:
+def _wrong_order(program: Program, ownership: Ownership, held: Collection[Held], name_gaps: bool) -> Violations:
     """An action stands behind the maker of a value that it needs; with `name_gaps`, every value has a maker."""
     first: dict[Held, tuple[int, int, Action]] = {}  # (position, worker, action) that makes it
     for worker, actions in program.items():
         for position, action in enumerate(actions):
             for made in makes(action, worker, ownership):
                 first.setdefault(made, (position, worker, action))
-    violations = []
     for worker, actions in program.items():
         for position, action in enumerate(actions):
             for need in needs(action, worker, ownership):
@@ -349,11 +345,10 @@ def _wrong_order(program: Program, ownership: Ownership, held: Collection[Held],
                 elif need not in first and name_gaps:
                     rule = f"requires {need[1]}, which nobody makes"
                 if rule:
-                    violations.append(Violation(worker, position, str(action), rule))
-    return violations
+                    yield Violation(worker, position, str(action), rule)
 
 
-def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation]:
+def _crossed_transfers(program: Program, ownership: Ownership) -> Violations:
     """A worker receives from another in the order of the sends: two transfers of one pair must not cross."""
     numbers = DependencyIndex(program, ownership)
     longest = max(map(len, program.values()))
@@ -370,7 +365,6 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
                     line = lines[stage, op, pipeline] = (*ends[op], number)
                 places, first, number = line
                 places[number + microbatch] = first + position
-    violations = []
     for worker, places in received.items():
         last: dict[int, int] = {}
         for number, position in places.items():
@@ -378,9 +372,8 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
             sender = at // longest
             if at < last.get(sender, -1):
                 rule = f"crosses an earlier send of worker {sender}"
-                violations.append(Violation(worker, position, str(program[worker][position]), rule))
+                yield Violation(worker, position, str(program[worker][position]), rule)
             last[sender] = at
-    return violations
 
 
 # op -> the columns of the table about the place of an action in its worker's list
@@ -394,9 +387,8 @@ _MOVES = {op: row.moves for op, row in OP_TABLE.items() if row.moves}
 _STASH_READ = {StashPlace.DEVICE: "on the device", StashPlace.HOST: "on the host", StashPlace.USED: "used"}
 
 
-def _misplaced_stash(program: Program) -> list[Violation]:
+def _misplaced_stash(program: Program) -> Violations:
     """An action finds the residual of its microbatch where it needs it: a backward on the device."""
-    violations = []
     for worker, actions in program.items():
         places: dict[tuple[int, int, int], StashPlace] = {}
         for position, action in enumerate(actions):
@@ -406,16 +398,14 @@ def _misplaced_stash(program: Program) -> list[Violation]:
                 place = places.get((pipeline, stage, microbatch), StashPlace.DEVICE)
                 if wanted not in (None, place):
                     rule = f"finds its residual {_STASH_READ[place]}"
-                    violations.append(Violation(worker, position, str(action), rule))
+                    yield Violation(worker, position, str(action), rule)
                 places[pipeline, stage, microbatch] = after
-    return violations
 
 
-def _taken_away(program: Program) -> list[Violation]:
+def _taken_away(program: Program) -> Violations:
     """An action comes before its replica is closed for it, and finds the weights of its stage in the right form."""
     ops = {action.op for actions in program.values() for action in actions}
     first = WeightForm.IN_SHARDS if ops & SHARD_OPS else None
-    violations = []
     for worker, actions in program.items():
         closed: dict[Slot, tuple[int, Action]] = {}  # up to which microbatch, and by which action
         forms: dict[int, WeightForm] = {}  # by stage: a worker gathers one for all pipelines in which it owns it
@@ -429,12 +419,11 @@ def _taken_away(program: Program) -> list[Violation]:
             reached = closed[slot][0] if slot in closed else -1
             if touches and reached >= (ALL if microbatch < 0 else microbatch):
                 rule = f"comes too late behind {closed[slot][1]}"
-                violations.append(Violation(worker, position, str(action), rule))
+                yield Violation(worker, position, str(action), rule)
             if closes is not None and (limit := closes if closes == ALL else microbatch + closes) > reached:
                 closed[slot] = (limit, action)
             if first and finds and forms.get(stage, first) is not finds:
                 rule = f"finds its stage {_AS_READ[forms.get(stage, first)]}"
-                violations.append(Violation(worker, position, str(action), rule))
+                yield Violation(worker, position, str(action), rule)
             if leaves:
                 forms[stage] = leaves
-    return violations

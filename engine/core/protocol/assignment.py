@@ -182,6 +182,10 @@ def in_order(present: Owners, workers: Sequence[int], measured: MeasuredFacts) -
     return order
 
 
+# The moves' price, with the least one of the slots behind, the unevenness, and the begin of the last piece.
+_Cut = tuple[int, float, int]
+
+
 class _Row:
     """All slots in a row, and the workers in the order of their pieces; those in `keep` get a slot at least."""
 
@@ -189,11 +193,15 @@ class _Row:
         grid, measured = options.grid, options.measured
         stages = [stage for _, stage in grid.slots()]
         costs = [sum(each) for each in zip(measured.forwards(grid), measured.backwards(grid), strict=True)]
-        self.workers, self.measured, self.price, self.length = workers, measured, options.price, len(stages)
+        self.workers, self.measured, self.options, self.length = workers, measured, options, len(stages)
         self.least = [int(worker in keep) for worker in workers]
-        self.behind = [sum(self.least[at + 1 :]) for at in range(len(workers))]
+        self.behind = list(accumulate(self.least[:0:-1], initial=0))[::-1]
         self.work = list(accumulate((costs[stage] for stage in stages), initial=0.0))
         self.need = list(accumulate(map(measured.needed_bytes, stages), initial=0))
+        self.near: list[list[int]] = [[] for _ in stages]  # the workers that need no copy of a slot, by their place
+        for at, worker in enumerate(workers):
+            for place in options.held.get(worker, ()):
+                self.near[place].append(at)
 
     def least_limit(self) -> float | None:
         """Returns the least time of the slowest worker over all cuts; None if memory suffices for none of them."""
@@ -205,20 +213,51 @@ class _Row:
             low, high = (low, middle) if self._fits(middle) else (middle, high)
         return high * _TOLERANCE
 
-    def cut(self, limit: float) -> Owners:
-        """Returns the owners of the least price of moves, then the most even ones, with no worker above a limit."""
-        best: dict[int, tuple[int, float, Owners]] = {0: (0, 0.0, ())}
-        for at, worker in enumerate(self.workers):
-            moved = list(accumulate((self.price(worker, place) for place in range(self.length)), initial=0))
-            new: dict[int, tuple[int, float, Owners]] = {}
-            for begin, (price, uneven, owners) in best.items():
-                for end in range(begin + self.least[at], self._reach(at, begin, limit) + 1):
-                    load = (self.work[end] - self.work[begin]) / self.measured.speed_of(worker)
-                    score = price + moved[end] - moved[begin], uneven + load * load
-                    if end not in new or score < new[end][:2]:
-                        new[end] = (*score, (*owners, *(worker,) * (end - begin)))
-            best = new
-        return best[self.length][2]
+    def cut(self, limit: float, width: int = 4) -> Owners:
+        """Returns the owners of the least price of moves, then the most even ones, with no worker above a limit.
+
+        Only the `width` best cuts up to a worker go on; more of them if one that was dropped may be better.
+        """
+        rows = [{0: (sum(self._least_price(0, place) for place in range(self.length)), 0.0, 0)}]
+        dropped = math.inf
+        for at in range(len(self.workers)):
+            pieces = self._pieces(at, rows[-1], limit)
+            if len(pieces) > width:
+                ends = sorted(pieces, key=pieces.__getitem__)
+                dropped = min(dropped, pieces[ends[width]][0])
+                pieces = {end: pieces[end] for end in sorted(ends[:width])}
+            rows.append(pieces)
+        if self.length not in rows[-1] or rows[-1][self.length][0] >= dropped:
+            return self.cut(limit, 4 * width)
+        owners, end = list[int](), self.length
+        for worker, pieces in zip(reversed(self.workers), reversed(rows), strict=False):
+            begin = pieces[end][2]
+            owners += [worker] * (end - begin)
+            end = begin
+        return tuple(owners[::-1])
+
+    def _pieces(self, at: int, before: Mapping[int, _Cut], limit: float) -> dict[int, _Cut]:
+        """Returns the best cut up to each end of a worker's piece, from those up to the ends of the one before it."""
+        worker, speed, cuts = self.workers[at], self.measured.speed_of(self.workers[at]), dict[int, _Cut]()
+        reaches = [self._reach(at, begin, limit) for begin in before]
+        places = range(min(before, default=0), max((*reaches, *before), default=0))
+        more = (self.options.price(worker, place) - self._least_price(at + 1, place) for place in places)
+        taken = list(accumulate(more, initial=0))
+        near = self.options.held.get(worker, ())
+        left = {place: self._least_price(at + 1, place) - self._least_price(at, place) for place in near}
+        for (begin, (price, uneven, _)), reach in zip(before.items(), reaches, strict=True):
+            least = price + sum(rise for place, rise in left.items() if place >= begin) - taken[begin - places.start]
+            for end in range(begin + self.least[at], reach + 1):
+                load = (self.work[end] - self.work[begin]) / speed
+                new = least + taken[end - places.start], uneven + load * load, begin
+                if end not in cuts or new < cuts[end]:
+                    cuts[end] = new
+        return cuts
+
+    def _least_price(self, at: int, place: int) -> int:
+        """Returns the least price of a slot for the workers from one on, and any others that hold nothing."""
+        near = (self.workers[each] for each in self.near[place] if each >= at)
+        return min((self.options.price(worker, place) for worker in near), default=self.options.price(-1, place))
 
     def _fits(self, limit: float) -> bool:
         end = 0
@@ -264,6 +303,8 @@ class _Options:
         self.num_workers, self.order = num_workers, order
         self.times: dict[Owners, float] = {}  # several limits often give the same cut
         self.held = {worker: {self.grid.place(slot) for slot in slots} for worker, slots in whole.items()}
+        for place, owner in enumerate(self.present):
+            self.held.setdefault(owner, set()).add(place)
 
     def price(self, worker: int, place: int) -> int:
         """Returns the price of a move: the bytes that are copied, and one for a change of the owner."""

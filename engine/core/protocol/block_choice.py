@@ -36,7 +36,8 @@ def block_choice(job: Job, layers: int | None) -> BlockChoice:
     most, job = job.max_workers, replace(job, blocks=1, max_workers=0)
     if most > job.num_workers:
         return _for_workers(job, most, layers)
-    if why := _why_no_dry_run(job, layers) or _why_nobody(job):
+    nobody = "" if job.num_workers > 1 and job.retains else "no other worker can take over a block"
+    if why := _why_no_dry_run(job, layers) or nobody:
         return BlockChoice(1, why)
     cuts = _cuts(job, 1, min(layers or 1, MOST_BLOCKS))
     if len(cuts) == 1:
@@ -81,11 +82,6 @@ def _why_no_dry_run(job: Job, layers: int | None) -> str:
         "the smallest stage has 1 layer": layers == 1,
     }
     return next((why for why, is_so in reasons.items() if is_so), "")
-
-
-def _why_nobody(job: Job) -> str:
-    is_so = job.num_workers == 1 or not job.retains
-    return "no other worker can take over a block" if is_so else ""
 
 
 def fewest_in_time(times: Mapping[int, float]) -> int:

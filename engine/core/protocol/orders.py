@@ -456,7 +456,7 @@ def _grid(state: CoordinatorState) -> PlanMessage:
     known, plan = state.membership, state.plan
     if plan is not None and plan.epoch == known.epoch:
         return grid_of(plan)
-    return first_grid(known.epoch, known.members, known.owners, known.shadows, *hosts_of(known))
+    return first_grid(known.epoch, Members.of(known.members), state.ownership, hosts_of(known))
 
 
 def _go(state: CoordinatorState) -> messages.GoMessage:

@@ -11,7 +11,7 @@ all inventories have come, or at once if the job has no shadows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from engine.core.errors import ExitCode
@@ -183,9 +183,8 @@ def handed_over(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State
     return new_epoch(state, now_ns, gone, "; ".join(reasons), Phase.RECONFIGURING, joins)
 
 
-def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
+def _moves_in_words(state: State, moved: Collection[int]) -> Iterator[str]:
     """Returns in words the slots that move to wanted owners after the last commit, and those that are to move later."""
-    texts = []
     for has_come, words in ((True, f"move after step {state.committed}"), (False, "are to move")):
         slots: dict[int, list[int]] = {}
         for slot, worker in state.wanted_moves.items():
@@ -193,8 +192,8 @@ def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
                 slots.setdefault(worker, []).append(slot)
         noun, sizes = state.options.noun, (state.options.stages, len(state.owners))
         moves = [f"{places_text(noun, places, *sizes)} to worker {worker}" for worker, places in sorted(slots.items())]
-        texts += [f"{noun}s {words} ({state.wanted_why}): {'; '.join(moves)}"] if moves else []
-    return texts
+        if moves:
+            yield f"{noun}s {words} ({state.wanted_why}): {'; '.join(moves)}"
 
 
 def begins_epoch(state: State) -> bool:

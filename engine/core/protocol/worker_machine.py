@@ -327,7 +327,7 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
         return new, (*fenced, CountHeld())
     if epoch.digest is not None:
         return _takes_prepared(new, epoch, fenced)
-    first = first_grid(epoch.epoch, (*epoch.members,), state.ownership.owners, state.ownership.shadows, *epoch.hosts)
+    first = first_grid(epoch.epoch, epoch.members, state.ownership, epoch.hosts)
     new = new._replace(mode=Mode.PLANNED, known=(first,))
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
 
