@@ -190,56 +190,52 @@ def _in_text(broken: Violation, text: str, program: Program) -> Violation:
 _LEAST_PATIENCE_NS = 100_000_000
 
 
+_NAME_FORM = "up to 40 of a-z 0-9 . _ - (first a letter or digit)"
 MOST_ADAPTED = 4096  # the policy runs every schedule dry while training continues
 
 
 def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     """Returns a problem for each rule that a job of valid types breaks; `nccl_on_cpu` is for tests."""
     problems = size_problems(job)
-    if not 0 < job.lr <= MOST_FLOAT:
-        problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
-    if not 0 <= job.clip_norm <= MOST_FLOAT:
-        problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
+    problems += _refused(
+        job,
+        ("lr", "a finite float32 number > 0", not 0 < job.lr <= MOST_FLOAT, ""),
+        ("clip_norm", "a finite float32 number >= 0", not 0 <= job.clip_norm <= MOST_FLOAT, ""),
+        ("ema", "a number >= 0 and < 1", not 0 <= job.ema < 1, ""),
+    )
     if job.best and figure_of(job.best) is None:
         problems.append(Problem("best", FIGURE_FORM, repr(job.best)))
     elif job.best and not (job.validate_every and keeps_any(job.checkpoint_every)):
         hint = "it needs validations (--validate-every) and checkpoints (--checkpoint-every)"
         problems.append(Problem("best", "no value in this job", repr(job.best), hint))
-    if not 0 <= job.ema < 1:
-        problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     shape = job.stages, job.stages_per_worker, job.program_microbatches
     problems += check_schedule(job.schedule, *shape, job.placement, job.slices)
     problems += [*_check_directions(job), *_check_blocks(job), *_check_growth(job), *_check_device(job, nccl_on_cpu)]
-    problems += [*update_problems(job), *scaling_problems(job)]
-    problems += [*_check_partition(job), *metric_problems(job)]
+    problems += [*update_problems(job), *scaling_problems(job), *_check_partition(job), *metric_problems(job)]
     problems += argument_problems("predict_args", PREDICT_ARGUMENTS, job.predict_args, all_of=False)
-    if job.collate and not FACTORY.fullmatch(job.collate):
-        problems.append(Problem("collate", "package.module:function", repr(job.collate)))
-    if job.split.isdecimal() and not whole_number(job.split):
-        problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
-    if keeping_of(job.checkpoint_every) is None:
-        problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
-    if job.adapt_schedule and job.slots * job.microbatches > MOST_ADAPTED:
+    if job.adapt_schedule and job.slots * job.program_microbatches > MOST_ADAPTED:
         expected = f"0 with more than {MOST_ADAPTED} forwards of a pipeline"
         problems.append(Problem("adapt_schedule", expected, str(job.adapt_schedule), "use `bamboo schedule search`"))
-    problems += [
-        *_check_slices(job),
-        *_check_workers(job),
-        *_check_shards(job),
-        *_check_offload(job),
-        *_check_streams(job),
-        *_check_redundancy(job),
-    ]
-    if parse_size(job.events_max) is None:
-        problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
+    problems += [*_check_slices(job), *_check_workers(job), *_check_shards(job)]
+    problems += [*_check_offload(job), *_check_streams(job), *_check_redundancy(job)]
     problems += [
         Problem(name, f"{DURATION_FORM}, at least 100ms", repr(getattr(job, name)))
         for name in ("hang_after", "silent_after", "data_retry_for")
         if (parse_duration(getattr(job, name)) or 0) < _LEAST_PATIENCE_NS
     ]
-    if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
-        problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
-    return problems
+    return problems + _refused(
+        job,
+        ("collate", "package.module:function", job.collate and not FACTORY.fullmatch(job.collate), ""),
+        (
+            "split",
+            "a whole number >= 1, or names of submodules",
+            job.split.isdecimal() and not whole_number(job.split),
+            "",
+        ),
+        ("checkpoint_every", KEEPING_FORM, keeping_of(job.checkpoint_every) is None, ""),
+        ("events_max", SIZE_FORM, parse_size(job.events_max) is None, ""),
+        ("name", _NAME_FORM, job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name), ""),
+    )
 
 
 def _check_blocks(job: Job) -> list[Problem]:
@@ -248,26 +244,28 @@ def _check_blocks(job: Job) -> list[Problem]:
     return []
 
 
+def _refused(job: Job, *rows: tuple[str, str, object, str]) -> list[Problem]:
+    """Returns a problem for each row that holds: a field, what is expected of it, whether it is not that, and why."""
+    values = {field: repr(getattr(job, field)) for field, *_ in rows}
+    return [Problem(field, expected, values[field], hint) for field, expected, is_broken, hint in rows if is_broken]
+
+
 def _check_slices(job: Job) -> list[Problem]:
     """Slices have been shown to be right with some other fields only."""
     if job.slices == 1:
         return []
     unsliced = unsliced_schedules()
     refused = (
-        ("fsdp", "0", job.fsdp > 0, "a slice keeps keys and values that were computed with whole weights"),
+        ("fsdp", "0", job.fsdp, "a slice keeps keys and values that were computed with whole weights"),
         ("variable_shapes", "false", job.variable_shapes, "all microbatches are cut at the same places"),
-        ("activation_checkpoint", "0", job.activation_checkpoint > 0, "a later slice reads what a checkpoint drops"),
-        ("offload", "none", job.offload != "none", "a later slice reads the residual that would be on the host"),
+        ("activation_checkpoint", "0", job.activation_checkpoint, "a later slice reads what a checkpoint drops"),
         ("residuals", "auto or recompute", job.residuals == "ship", "a residual has the states of earlier slices"),
         ("loss_normalisation", "microbatches", job.loss_normalisation != "microbatches", "a loss sees one slice"),
-        ("adapt_schedule", "0", job.adapt_schedule > 0, "times are compared for whole microbatches"),
         ("schedule", f"none of {', '.join(unsliced)}", job.schedule in unsliced, "slices have not been tried with it"),
     )
-    return [
-        Problem(field, f"{expected} with slices", repr(getattr(job, field)), hint)
-        for field, expected, is_set, hint in refused
-        if is_set
-    ]
+    return _refused(
+        job, *((field, f"{expected} with slices", is_set, hint) for field, expected, is_set, hint in refused)
+    )
 
 
 def unsliced_schedules() -> list[str]:
@@ -276,44 +274,39 @@ def unsliced_schedules() -> list[str]:
 
 
 def _check_directions(job: Job) -> list[Problem]:
-    directions = directions_of(job.schedule)
-    if directions == 1:
-        return []
-    problems = []
-    if job.pipelines % directions:
-        hint = "microbatches enter at both ends, and each direction is a pipeline with weights of its own"
-        problems.append(Problem("pipelines", f"an even number with schedule {job.schedule}", str(job.pipelines), hint))
-    if job.fsdp:
-        hint = "a worker needs the whole stages of both directions in turn"
-        problems.append(Problem("fsdp", f"0 with schedule {job.schedule}", str(job.fsdp), hint))
-    return problems
+    directions, beside = directions_of(job.schedule), f"with schedule {job.schedule}"
+    pairs = "microbatches enter at both ends, and each direction is a pipeline with weights of its own"
+    whole = "a worker needs the whole stages of both directions in turn"
+    return _refused(
+        job,
+        ("pipelines", f"an even number {beside}", job.pipelines % directions, pairs),
+        ("fsdp", f"0 {beside}", job.fsdp and directions > 1, whole),
+    )
 
 
 def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
-    problems = []
-    if job.device == "cuda" and job.fsdp:
-        hint = "shards have been put together on CPUs only"
-        problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
-    if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
-        hint = "NCCL sends between GPUs; --device cuda computes on them"
-        problems.append(Problem("backend", "auto or direct with device cpu", "'nccl'", hint))
-    if job.variable_shapes and job.backend == "nccl":
-        hint = "NCCL needs the size of a message before it comes; --backend direct sends it with the message"
-        problems.append(Problem("variable_shapes", "false with backend nccl", "true", hint))
-    if job.device == "cpu" and job.retain == "cpu":
-        hint = "what the CPU computes lies on the host already"
-        problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))
-    return problems
+    on_cpu, over_nccl = job.device == "cpu", job.backend == "nccl"
+    gpus = "NCCL sends between GPUs; --device cuda computes on them"
+    sizes = "NCCL needs the size of a message before it comes; --backend direct sends it with the message"
+    shards = "shards have been put together on CPUs only"
+    there = "what the CPU computes lies on the host already"
+    return _refused(
+        job,
+        ("fsdp", "0 with device cuda", job.fsdp and job.device == "cuda", shards),
+        ("backend", "auto or direct with device cpu", on_cpu and over_nccl and not nccl_on_cpu, gpus),
+        ("variable_shapes", "false with backend nccl", job.variable_shapes and over_nccl, sizes),
+        ("retain", "device with device cpu", on_cpu and job.retain == "cpu", there),
+    )
 
 
 def _check_offload(job: Job) -> list[Problem]:
-    problems = []
-    if job.offload == "host" and job.fsdp:
-        hint = "the weights in what autograd saves come and go with fsdp"
-        problems.append(Problem("offload", "none with fsdp", "'host'", hint))
-    if not 0 < job.offload_time < math.inf:
-        problems.append(Problem("offload_time", "a number > 0, in forwards", repr(job.offload_time)))
-    return problems
+    hint = "the weights in what autograd saves come and go with fsdp"
+    in_time = 0 < job.offload_time < math.inf
+    return _refused(
+        job,
+        ("offload", "none with fsdp", job.offload == "host" and job.fsdp, hint),
+        ("offload_time", "a number > 0, in forwards", not in_time, ""),
+    )
 
 
 def _check_shards(job: Job) -> list[Problem]:
@@ -331,13 +324,12 @@ def _check_shards(job: Job) -> list[Problem]:
 
 
 def _check_workers(job: Job) -> list[Problem]:
-    if job.workers > max(1, job.most_workers):
-        hint = "stages / stages_per_worker x pipelines; a worker has at least one stage of one pipeline"
-        return [Problem("workers", f"a whole number <= {job.most_workers}", repr(job.workers), hint)]
-    if job.workers and job.fsdp:
-        hint = "the owners of a stage hold its shards, one in each pipeline"
-        return [Problem("workers", "0 with fsdp", repr(job.workers), hint)]
-    return []
+    is_over, most = job.workers > max(1, job.most_workers), f"a whole number <= {job.most_workers}"
+    one = "stages / stages_per_worker x pipelines; a worker has at least one stage of one pipeline"
+    shards, has_shards = "the owners of a stage hold its shards, one in each pipeline", job.workers and job.fsdp
+    return _refused(
+        job, ("workers", most, is_over, one), ("workers", "0 with fsdp", has_shards and not is_over, shards)
+    )
 
 
 def _check_growth(job: Job) -> list[Problem]:
