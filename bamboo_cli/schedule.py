@@ -217,20 +217,17 @@ def search(
     from engine.files.atomic_write import write_named
 
     job = resolved.job
-    if job.slices > 1:
-        hint = "it orders whole microbatches; `bamboo schedule compare` counts slices"
-        raise UserError([Problem("--slices", "1 in a search", str(job.slices), hint)])
     if memory is not None and not 1 <= memory < math.inf:
         raise UserError([Problem("--memory", "a number >= 1: a microbatch on its way takes that much", f"{memory:g}")])
     if profile is None:
         weights = backward / 2 if weights is None else weights
         _check_costs(forward, backward, weights, transfer)
-        costs = even_profile(job.stages, forward, backward - weights, weights, transfer)
+        costs = even_profile(job.stages, forward, backward - weights, weights, transfer).times(1 / job.slices)
     else:
-        costs = _measured(Path(job.results), profile, job.stages)
-    if job.stages * job.microbatches > _SLOW // 32:
+        costs = _measured(job, profile)
+    if job.stages * job.program_microbatches > _SLOW // 32:
         echo("searching, up to ten seconds", err=True)
-    result = searched(job.stages, job.stages_per_worker, job.microbatches, costs, memory)
+    result = searched(job.stages, job.stages_per_worker, job.microbatches, costs, memory, slices=job.slices)
     if output is not None:
         write_named(output, rows_to_csv(result.lists))
     if as_json:
@@ -238,7 +235,8 @@ def search(
         return
     _print_search(job, result, " ms" if profile else "", costs.copy_time)
     if output is not None:
-        shape = {name: getattr(job, name) for name in ("stages", "stages_per_worker", "microbatches")}
+        names = ("stages", "stages_per_worker", "microbatches", *["slices"][: job.slices - 1])
+        shape = {name: getattr(job, name) for name in names}
         flags = " ".join(f"--{name.replace('_', '-')} {number}" for name, number in shape.items())
         echo(f"next: bamboo run --schedule {output} {flags}")
 
@@ -267,15 +265,16 @@ def _print_search(job: Job, result: SearchResult, unit: str, copy_time: float | 
         say(f"offloaded: what stays with --offload host --offload-time {copy_time:.2g}, as the run has measured")
 
 
-def _measured(results: Path, run: str, stages: int) -> Profile:
-    """Returns what the actions of a run took."""
+def _measured(job: Job, run: str) -> Profile:
+    """Returns what the actions of a run took, which may have had another number of slices."""
     from bamboo_cli.report import find, load_run
     from engine.report.profile import profile_of
 
-    tables = load_run(find(results, run), every_action=True)
-    if tables.job.stages != stages:
-        raise UserError([Problem("--profile", f"a run with {stages} stages", f"{tables.job.stages} in {run}")])
-    return profile_of(tables.actions, stages, tables.facts.copy_time)
+    tables = load_run(find(Path(job.results), run), every_action=True)
+    if tables.job.stages != job.stages:
+        raise UserError([Problem("--profile", f"a run with {job.stages} stages", f"{tables.job.stages} in {run}")])
+    profile = profile_of(tables.actions, job.stages, tables.facts.copy_time)
+    return profile.times(tables.job.slices / job.slices)
 
 
 def _check_costs(forward: float, backward: float, weights: float, transfer: float) -> None:

@@ -76,14 +76,6 @@ class WeightForm(Enum):
     IN_SHARDS = auto()
 
 
-class StashPlace(Enum):
-    """The place of the residual of a microbatch."""
-
-    DEVICE = auto()
-    HOST = auto()
-    USED = auto()  # by the backward, or its part for the input
-
-
 class Where(Enum):
     """The place of a value that an action needs or makes."""
 
@@ -126,17 +118,15 @@ ALL: Final = 1 << 30  # more microbatches than a step has; as a term's microbatc
 class OpRow:
     """The rules of one op.
 
-    Three of them are about the place of an action in its worker's list. They join `needs` and `makes` where an action
+    Some of them are about the place of an action in its worker's list. They join `needs` and `makes` where an action
     takes a value away:
 
     - `closes`: how far the action closes the replica. ``0`` closes it up to the action's microbatch, ``-1`` up to the
       one before, `ALL` for the rest of the step. An action that `touches` the replica must come before.
     - `finds` and `leaves`: the form of the stage's weights before and after, where the job shards them.
-    - `moves`: the places of the residual before and after; None for an action that may find it anywhere.
 
           shadow   1F0 1F1 1STREAM1 1F2 ... 1LOG    1F1 behind 1STREAM1, or 1F2 behind 1LOG, comes too late
           owner    0UNSHARD 0F0 0B0 0RESHARD 0STEP  0F0 before 0UNSHARD finds shards
-          owner    0F0 0OFFLOAD0 0F1 0RELOAD0 0B0   0B0 before 0RELOAD0 finds its residual on the host
     """
 
     about: str
@@ -153,7 +143,6 @@ class OpRow:
     closes: int | None = None
     finds: WeightForm | None = None  # an op that computes finds the weights whole
     leaves: WeightForm | None = None
-    moves: tuple[StashPlace | None, StashPlace] | None = None
 
 
 class Op(StrEnum):
@@ -183,6 +172,8 @@ class Op(StrEnum):
     SHIP = "SHIP"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
+    OFFLOAD_W = "OFFLOAD_W"
+    RELOAD_W = "RELOAD_W"
 
 
 _INPUT = Term(Kind.ACTIVATION, stage=-1)
@@ -198,7 +189,6 @@ _COUNTED_BEFORE = Term(Kind.COUNTED, microbatch=-1)
 _ADDED_BEFORE = Term(Kind.ADDED, microbatch=-1)
 _OWN_SUMS = (Term(Kind.ADDED, by=By.OWNER), Term(Kind.COUNTED, by=By.OWNER))
 _OWN_REDUCED = (Term(Kind.REDUCED, by=By.OWNER), Term(Kind.REDUCED, Where.TIED, by=By.OWNER))
-_STASHES, _UNSTASHES = (None, StashPlace.DEVICE), (StashPlace.DEVICE, StashPlace.USED)
 _SUMS_TAKEN = (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.COUNTED, by=By.SHADOW))
 
 
@@ -210,6 +200,11 @@ def _transfer(about: str, value: Term, peer: int, *, sends: bool) -> OpRow:
     )
 
 
+def _copy(about: str, needed: Kind, made: Kind | None = None) -> OpRow:
+    makes = () if made is None else (Term(made),)
+    return OpRow(f"{about}, beside computing", StepPosition.STASH, LegendEntry.TRANSFER, (Term(needed),), makes)
+
+
 OP_TABLE: Final[dict[Op, OpRow]] = {
     Op.F: OpRow(
         "forward",
@@ -219,7 +214,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (*_OUTPUTS, Term(Kind.COUNTED)),
         Work.FORWARD,
         touches=True,
-        moves=_STASHES,
     ),
     Op.REDO_F: OpRow(
         "forward again: no buffer update, no loss",
@@ -229,7 +223,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         _OUTPUTS,
         Work.FORWARD,
         redoes=Op.F,
-        moves=_STASHES,
     ),
     Op.B: OpRow(
         "backward",
@@ -239,7 +232,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (*_INPUT_GRADIENTS, Term(Kind.ADDED)),
         Work.BACKWARD,
         closes=-1,
-        moves=_UNSTASHES,
     ),
     Op.I: OpRow(
         "backward for the input",
@@ -249,7 +241,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (*_INPUT_GRADIENTS, Term(Kind.PENDING)),
         Work.FOR_INPUT,
         redoes=Op.B,
-        moves=_UNSTASHES,
     ),
     Op.W: OpRow(
         "backward for the weights",
@@ -353,21 +344,10 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         ),
         touches=True,
     ),
-    Op.OFFLOAD: OpRow(
-        "copy of a residual to the host, beside computing",
-        StepPosition.STASH,
-        LegendEntry.TRANSFER,
-        (Term(Kind.RESIDUAL),),
-        (Term(Kind.HOSTED),),
-        moves=(StashPlace.DEVICE, StashPlace.HOST),
-    ),
-    Op.RELOAD: OpRow(
-        "copy of a residual back from the host, beside computing",
-        StepPosition.STASH,
-        LegendEntry.TRANSFER,
-        (Term(Kind.HOSTED),),
-        moves=(StashPlace.HOST, StashPlace.DEVICE),
-    ),
+    Op.OFFLOAD: _copy("copy of a residual to the host", Kind.RESIDUAL, Kind.HOSTED),
+    Op.RELOAD: _copy("copy of a residual back from the host", Kind.HOSTED),
+    Op.OFFLOAD_W: _copy("copy of what a backward for the weights needs to the host", Kind.PENDING, Kind.HOSTED_PENDING),
+    Op.RELOAD_W: _copy("copy of what a backward for the weights needs back from the host", Kind.HOSTED_PENDING),
 }
 
 
@@ -386,6 +366,7 @@ FORWARD_OPS = COMPUTE_OPS & ops_that_make(Kind.RESIDUAL)
 ADDING_OPS = COMPUTE_OPS & ops_that_make(Kind.ADDED)
 SHARD_OPS = ops_at(StepPosition.ANY_TIMES)  # the only ops that a step may repeat on a stage
 STASH_OPS = ops_at(StepPosition.STASH)  # of one worker alone: no other worker's program depends on them
+LEAVE_OPS = STASH_OPS & (ops_that_make(Kind.HOSTED) | ops_that_make(Kind.HOSTED_PENDING))
 STAGE_OPS = SHARD_OPS | ops_at(StepPosition.HEALING, StepPosition.STAGE, StepPosition.REPLICA, StepPosition.WRITER)
 SEND_OPS = frozenset(op for op in ops_at(StepPosition.BORDER) if OP_TABLE[op].makes[0].at is Where.WIRE)
 RECEIVE_OPS = ops_at(StepPosition.BORDER) - SEND_OPS

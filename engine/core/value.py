@@ -22,6 +22,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"  # of the loss by the input of a stage: output of a backward
     CARRY = "carry"  # of the loss by the state over the sequence behind the slice before: output of a backward
     PENDING = "pending"  # tensors that a backward for the input saves for the one for the weights
+    HOSTED_PENDING = "hosted pending"  # likewise, in memory of the host
     COUNTED = "counted"  # counter: the forwards that have updated the buffers
     ADDED = "added"  # counter: the backwards in the gradient accumulator
     STREAMED = "streamed"  # an accumulator with its counters, and the buffers as of the same microbatch

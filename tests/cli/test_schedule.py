@@ -103,12 +103,17 @@ def test_a_broken_program_is_shown_where_it_breaks() -> None:
     assert ">0B0<" in done.stdout
 
 
-def test_slices_are_counted_in_a_comparison_and_refused_by_a_search() -> None:
+def test_slices_are_counted_in_a_comparison_and_in_a_search() -> None:
     table = said("compare", "--slices", "2").stdout
     assert "microbatches of 2 slices; forward 1" in table and "a worker's layers and 1/2 of a microbatch" in table
     assert re.search("dualpipe +not compared: slices: expected 1", table)
-    with pytest.raises(UserError, match=r"--slices: expected 1 in a search, found 2 \(it orders"):
-        said("search", "--slices", "2")
+    shape = ("--stages", "4", "--microbatches", "6", "--slices", "2")
+    said_so = said("search", *shape, "--memory", "2.5", "--output", "sliced.csv").stdout
+    assert (
+        "next: bamboo run --schedule sliced.csv --stages 4 --stages-per-worker 1 --microbatches 6 --slices 2" in said_so
+    )
+    assert re.search("1f1b +loop +22.5 +[0-9.]+ +2.5\n", said_so), "halves of 3 (6 + 3 / 2) and of P + 1 slices"
+    assert said("check", "--schedule", "sliced.csv", *shape).exit_code == 0
 
 
 def test_a_schedule_is_searched_written_and_runs() -> None:

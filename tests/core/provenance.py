@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import dropwhile, takewhile
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op, Program
+from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, STASH_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import Inventory, ValueRuns
-from engine.core.program.offload import Stash, line_with_offloads
+from engine.core.program.offload import line_with_offloads
 from engine.core.value import Kind, Value
 
 State = dict[Slot, set[tuple[str, tuple[str, ...], int]]]
+_HERE = {Kind.HOSTED: Kind.RESIDUAL, Kind.HOSTED_PENDING: Kind.PENDING}  # what is on the host, and then here
 Log = tuple[str, tuple[str, ...]]  # gradient of a stage, final buffers of all pipelines
 
 
@@ -53,9 +54,9 @@ class Body:
     reduced: dict[int, Log] = field(default_factory=dict)
     logged: dict[Slot, tuple[Log, ...]] = field(default_factory=dict)
 
-    def stashes(self, kind: Kind) -> set[Stash]:
-        """Returns the residuals in one place, as pipeline, stage and microbatch."""
-        return {(value.pipeline, value.stage, value.index) for value in self.values if value.kind is kind}
+    def stashes(self, *places: Kind) -> set[Value]:
+        """Returns the residuals in one place, and what is left of them for the weights."""
+        return {value._replace(kind=_HERE.get(value.kind, value.kind)) for value in self.values if value.kind in places}
 
 
 class Machine:
@@ -97,13 +98,17 @@ class Machine:
 
     def take_back(self, worker: int) -> None:
         """Copies all residuals of a worker back from its host."""
-        for value in [each for each in self.bodies[worker].values if each.kind is Kind.HOSTED]:
-            self._copy(worker, Action(value.stage, Op.RELOAD, value.index, value.pipeline))
+        for value in [each for each in self.bodies[worker].values if each.kind in _HERE]:
+            op = Op.RELOAD if value.kind is Kind.HOSTED else Op.RELOAD_W
+            self._copy(worker, Action(value.stage, op, value.index, value.pipeline))
 
     def with_copies(self, program: Program, copy_time: float) -> Program:
         """Returns the rest of a step with the copies of residuals to the host and back."""
+        slices, bodies = self.ownership.grid.slices, self.bodies
         return {
-            worker: line_with_offloads(line, copy_time, *map(self.bodies[worker].stashes, (Kind.RESIDUAL, Kind.HOSTED)))
+            worker: line_with_offloads(
+                line, copy_time, slices, bodies[worker].stashes(*_HERE.values()), bodies[worker].stashes(*_HERE)
+            )
             for worker, line in program.items()
         }
 
@@ -200,7 +205,7 @@ class Machine:
                 return self._receive(worker, action)
             case Op.STREAM | Op.HAND:
                 return self._stream(worker, action)
-            case Op.OFFLOAD | Op.RELOAD:
+            case op if op in STASH_OPS:
                 self._copy(worker, action)
             case Op.SHIP:
                 return self._ship(worker, action)
@@ -231,9 +236,9 @@ class Machine:
             replica.buffers = hashed(replica.buffers, seen)
 
     def _copy(self, worker: int, action: Action) -> None:
-        kinds = (Kind.RESIDUAL, Kind.HOSTED) if action.op is Op.OFFLOAD else (Kind.HOSTED, Kind.RESIDUAL)
-        before, after = (_own(kind, action) for kind in kinds)
-        self.bodies[worker].values[after] = self.bodies[worker].values.pop(before)
+        kind, values = OP_TABLE[action.op].needs[0].kind, self.bodies[worker].values
+        other = _HERE.get(kind) or next(away for away, here in _HERE.items() if here is kind)
+        values[_own(other, action)] = values.pop(_own(kind, action))
 
     def _backward(self, worker: int, action: Action) -> None:
         values, last = self.bodies[worker].values, self.ownership.grid.stages - 1
@@ -249,6 +254,7 @@ class Machine:
             self._add(self._replica(worker, action), action, both)
         else:
             values[_own(Kind.PENDING, action)] = both
+            values.pop(_own(Kind.HOSTED_PENDING, action), None)
 
     def _slice_of(self, action: Action) -> int:
         return action.microbatch % self.ownership.grid.slices
@@ -431,5 +437,5 @@ def _inventory(worker: int, body: Body) -> Inventory:
         {slot: replica.counted for slot, replica in sorted(body.replicas.items()) if replica.counted},
         {slot: replica.added for slot, replica in sorted(body.replicas.items()) if replica.added},
         tuple(sorted(body.logged)),
-        ValueRuns(each._replace(kind=Kind.RESIDUAL) if each.kind is Kind.HOSTED else each for each in body.values),
+        ValueRuns(each._replace(kind=_HERE.get(each.kind, each.kind)) for each in body.values),
     )

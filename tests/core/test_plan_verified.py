@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from engine.core.action import STASH_OPS
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import Inventory, ValueRuns
 from engine.core.program.planner import PlanInput, healing_in, held_at_start, make_plan
@@ -20,8 +21,7 @@ _MAY_DO_NO_HARM = {"LOG behind COMMIT", "COMMIT at the front", "f in a whole ste
 _OF_PLANS = sorted(
     kind
     for kind in CORRUPTIONS.keys() - _MAY_DO_NO_HARM
-    if not {"STREAM", "OFFLOAD", "RELOAD"} & {*kind.split()}
-    and kind not in ("F behind I", "I behind W", "RECV_B behind I")
+    if not {"STREAM", *STASH_OPS} & {*kind.split()} and kind not in ("F behind I", "I behind W", "RECV_B behind I")
 )
 _ONE_LEFT = Ownership(Grid(2, 2), (0, 0))
 _HELD = Inventory(0, 5, ((0, 0), (0, 1)), {(0, 0): 2}, {(0, 0): 1}, values=ValueRuns((Value(Kind.RESIDUAL, 0, 0, 1),)))

@@ -11,7 +11,7 @@ from engine.core.job.job import Job
 from engine.core.job.job_rules import check_job
 from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.owners import owners_compute
-from engine.core.program.schedule_search import Profile, length_of
+from engine.core.program.schedule_search import Profile, length_of, most_stash
 from engine.core.program.schedules import SCHEDULES
 from engine.core.protocol import schedule_policy
 from engine.core.protocol.events import Notice, StepCommitted
@@ -73,6 +73,18 @@ def test_one_edge_slowed_five_times_is_hidden_by_another_schedule() -> None:
     lengths = {name: length_of(SCHEDULES[name](3, 12), slow) for name in ("1f1b", found[0])}
     assert lengths["1f1b"] >= 1.2 * lengths[found[0]]
     assert "a transfer from stage 1 takes 10 ms" in found[1]
+
+
+def test_slices_take_their_part_of_the_times_and_of_the_stash() -> None:
+    """Twelve slices of six microbatches have the lists of twelve microbatches, but with backwards one forward later."""
+    job = replace(JOB, microbatches=6, slices=2)
+    profile = measured(job, running(), after(14, (2, 10)))
+    assert profile is not None and profile.forward == pytest.approx((0.01,) * 3)
+    found = choice(replace(job, adapt_schedule=3), running(), profile)
+    assert found is not None and not SCHEDULES[found[0]].overlaps
+    stash = {name: most_stash([*owners_compute(name, job.grid, (0, 1, 2)).program().values()]) for name in SCHEDULES}
+    assert 4 < stash[found[0]] <= 6, "three microbatches are six slices"
+    assert choice(replace(job, adapt_schedule=2), running(), profile) is None
 
 
 def test_the_schedule_of_the_job_comes_back_where_it_is_as_quick() -> None:

@@ -23,7 +23,12 @@ KILLED: dict[str, dict[str, Any]] = {
     "v-half": {"schedule": "v-half", "stages": 6, "stages_per_worker": 2},
     "blocks": BLOCKS,
     "two pipelines": {"schedule": "gpipe", "stages": 3, "pipelines": 2, "redundancy": "reroute"},
+    "slices": {"schedule": "zb1p", "slices": 2},
 }
+_SAMPLE = (
+    *(("blocks", Op.RELOAD, "before"), ("slices", Op.OFFLOAD, "after")),
+    *(("zb1p", Op.RELOAD_W, "during"), ("slices", Op.OFFLOAD_W, "before")),
+)
 RESNET: dict[str, Any] = {"model": "resnet18", "model_args": {"width": 8}, "redundancy": "eager"}
 
 
@@ -51,12 +56,11 @@ def test_the_death_of_a_worker_with_residuals_on_its_host_changes_no_bit(
 @pytest.mark.parametrize(
     ("name", "op", "when"),
     [
-        pytest.param(
-            name, op, when, marks=[] if (name, op, when) == ("blocks", Op.RELOAD, "before") else pytest.mark.soak
-        )
-        for name in KILLED
-        for op in (Op.OFFLOAD, Op.RELOAD)
+        pytest.param(name, op, when, marks=[pytest.mark.soak] * ((name, op, when) not in _SAMPLE))
+        for name, fields in KILLED.items()
+        for op in (Op.OFFLOAD, Op.RELOAD, Op.OFFLOAD_W, Op.RELOAD_W)
         for when in ("before", "during", "after")
+        if op in (Op.OFFLOAD, Op.RELOAD) or fields.get("schedule") == "zb1p"
     ],
 )
 def test_a_death_at_a_copy_beside_other_options(name: str, op: Op, when: str, runs: Runs) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.action import SHARD_OPS, Op
+from engine.core.action import SHARD_OPS, STASH_OPS, Op
 from engine.core.faults.fault import WHENS, After, Fault, Worker
 from engine.core.job.job import Job
 from engine.core.program.schedules import SCHEDULES
@@ -64,7 +64,7 @@ def kills_of_the_soak() -> Iterator[Kill]:
 NEVER_NAMED = {*SHARD_OPS, Op.REDO_F}
 # tests/e2e/test_checkpoint_kills.py; hand-overs inside a step: test_faults.py, and tests/runtime/test_hand_over.py;
 # copies to the host: test_offload_kills.py
-ELSEWHERE = {Op.CHECKPOINT, Op.HAND, Op.SHIP, Op.OFFLOAD, Op.RELOAD}
+ELSEWHERE = {Op.CHECKPOINT, Op.HAND, Op.SHIP, *STASH_OPS}
 AT_ONE_END = {"first": {Op.RECV_F, Op.SEND_B}, "middle": set[Op](), "last": {Op.SEND_F, Op.RECV_B}}
 
 

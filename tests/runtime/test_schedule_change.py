@@ -14,6 +14,8 @@ from engine.core.checks.trajectory import trajectory_hash
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, TensorsRecord
 from engine.core.job.job import Job
+from engine.core.program.schedule_csv import rows_to_csv
+from engine.core.program.schedule_search import even_profile, searched
 from engine.core.protocol.events import WantedSchedule
 from engine.core.protocol.schedule_change import change_of
 from engine.files.events_file import read_history
@@ -90,3 +92,26 @@ def test_a_step_of_another_schedule_is_repaired_by_it(tmp_path: Path) -> None:
     assert changed == still
     assert [each.schedule for each in history.of(EpochRecord)] == ["", "zb1p", "zb1p", ""]
     assert [bool(each.verdict) for each in history.of(EpochRecord)] == [False, False, True, False]
+
+
+def test_slices_change_their_schedule_between_deaths_and_run_what_was_found_with_the_same_bits(tmp_path: Path) -> None:
+    job = small_job(
+        model="gpt",
+        model_args={"width": 16, "heads": 2, "depth": 8},
+        stages=6,
+        stages_per_worker=2,
+        schedule="interleaved",
+        slices=2,
+        microbatches=4,
+        steps=10,
+        offload="host",
+        offload_time=0.1,
+    )
+    still, _ = run(job, tmp_path / "still", {})
+    changed, history = run(job, tmp_path / "changed", {1: "zbv", 6: "own"}, ("1:1:F:1", "4:2:F:3"))
+    assert changed == still
+    assert "zbv" in [each.schedule for each in history.of(EpochRecord) if each.verdict]
+    found = searched(6, 2, 4, even_profile(6, 1, 1, 1, 0.2).times(1 / 2), 1.5, 20_000, slices=2)
+    placement = next(row.placement for row in found.rows if row.schedule == "found")
+    of_file = replace(job, schedule=rows_to_csv(found.lists), placement=placement)
+    assert run(of_file, tmp_path / "found", {}, ("3:1:F:2",))[0] == still

@@ -119,6 +119,7 @@ def _states(worker: Executor, slot: tuple[int, int], microbatch: int) -> tuple[i
     if microbatch % worker.case.slices == 0:
         return ()
     key = key_of(RESIDUAL, *slot, microbatch - 1)
+    _on_device(worker, key)
     if key not in worker.values:
         raise Violation(f"worker {worker.number} has no state for slice {microbatch} of slot {slot}")
     return (worker.values[key],)
@@ -148,7 +149,9 @@ def _backward(worker: Executor, action: Action) -> bool:
     elif microbatch < replica.added or replica.logged is not None:
         worker.world.turns.add("backward is redone")
     else:
-        _keep(worker, key_of(PENDING, slot[0], slot[1], microbatch), (memory, *inputs))
+        pending = key_of(PENDING, slot[0], slot[1], microbatch)
+        _keep(worker, pending, (memory, *inputs))
+        worker.away.discard(pending)
     _keep(worker, made, provenance.gradient(memory, *inputs), goes_elsewhere)
     if (microbatch + 1) % worker.case.slices:
         _keep(worker, key_of(CARRY, slot[0], slot[1], microbatch), provenance.carry(memory, *inputs))
@@ -160,6 +163,7 @@ def _weights(worker: Executor, action: Action) -> bool:
     _, slot, microbatch, _, _, pending, _ = action
     if pending not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(pending)}")
+    _on_device(worker, pending)
     _whole(worker, slot).add_backward(microbatch, *worker.values.pop(pending))
     return True
 

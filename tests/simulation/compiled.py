@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, SHARD_OPS, STASH_OPS, Action, Op, Program
+from engine.core.action import LEAVE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STASH_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.offload import Stash, line_with_offloads
-from engine.core.value import Kind
+from engine.core.program.dry_run import stash_of
+from engine.core.program.offload import line_with_offloads
+from engine.core.value import Kind, Value
 from tests.simulation.case import Violation
 
 ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING, SHARD, CARRY = range(11)
@@ -90,7 +91,7 @@ OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STR
     code: op for op, codes in ((Op.HAND, (HAND, TAKE_HAND)), (Op.SHIP, (SHIP, TAKE_SHIP))) for code in codes
 }  # of the codes whose actions have a part in the sums of a slot
 _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT, Op.W: WEIGHTS}
-_COMPUTE |= {Op.OFFLOAD: OFFLOAD, Op.RELOAD: RELOAD}  # beside computing
+_COMPUTE |= {op: OFFLOAD if op in LEAVE_OPS else RELOAD for op in STASH_OPS}  # beside computing
 
 
 def key_of(kind: int, pipeline: int, stage: int, index: int = 0) -> int:
@@ -150,16 +151,22 @@ def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
 
 
 def with_copies(
-    share: Compiled, ownership: Ownership, copy_time: float, here: Collection[Stash], away: Collection[Stash]
+    share: Compiled, ownership: Ownership, copy_time: float, here: Collection[int], away: Collection[int]
 ) -> tuple[tuple[Any, ...], ...]:
     """Returns the actions of a plan with the copies of residuals to the host and back, as workers add them."""
     others = iter(share.actions)
-    line = line_with_offloads(share.line, copy_time, here, away)
+    stashes = ([_stash(key) for key in keys] for keys in (here, away))
+    line = line_with_offloads(share.line, copy_time, ownership.grid.slices, *stashes)
     return tuple(
         _computed(action, ownership) if action.op in STASH_OPS else next(others)
         for action in line
         if action.op is not Op.STEP
     )
+
+
+def _stash(key: int) -> Value:
+    kind, *at = parts_of(key)
+    return Value(Kind.RESIDUAL if kind == RESIDUAL else Kind.PENDING, *at)
 
 
 def carried_key(action: Action) -> int:
@@ -253,7 +260,7 @@ def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
     stage, op, microbatch, pipeline = action
     code = _COMPUTE[op]
     if op in STASH_OPS:
-        return code, key_of(RESIDUAL, pipeline, stage, microbatch)
+        return code, key_of(KINDS[stash_of(action).kind], pipeline, stage, microbatch)
     if code == WEIGHTS:
         return (
             code,

@@ -19,6 +19,7 @@ from tests.simulation.compiled import (
     COMPUTE,
     OFFLOAD,
     OPS,
+    PENDING,
     POINT_OF,
     RECEIVE,
     RELOAD,
@@ -104,12 +105,8 @@ class Executor:
         self.actions, self.steps, _ = share
         self.whole = set()
         if self.case.copy_time and not any(code in (OFFLOAD, RELOAD) for code, *_ in share.actions):
-            there: dict[bool, set[tuple[int, int, int]]] = {True: set(), False: set()}
-            for key in self.values:
-                kind, *stash = parts_of(key)
-                if kind == RESIDUAL:
-                    there[key in self.away].add((stash[0], stash[1], stash[2]))
-            self.actions = with_copies(share, self.ownership, self.case.copy_time, there[False], there[True])
+            here = {key for key in self.values if parts_of(key)[0] in (RESIDUAL, PENDING)} - self.away
+            self.actions = with_copies(share, self.ownership, self.case.copy_time, here, self.away)
 
     def begin_program(self) -> None:
         """Runs its program from the beginning."""

@@ -29,6 +29,7 @@ CASES = (
     Case(2, 4, 2, "reroute", schedule="gpipe", steps=2, copy_time=0.1),
     Case(4, 4, stages_per_worker=2, schedule="v-half", steps=2, copy_time=0.1),
     Case(6, 4, blocks=2, steps=2, copy_time=0.1),
+    Case(3, 6, schedule="zb1p", slices=2, redundancy="eager", steps=2, copy_time=0.1),
 )
 HISTORIES = 48
 
@@ -60,7 +61,10 @@ def random_histories(first: int, last: int) -> Iterator[Case]:
     for number in range(first, last):
         made = (random_case, parting_case, inside_case, changing_case)[number % 4](number)
         made = replace(made, microbatches=max(4, made.microbatches), copy_time=(0.1, 0.5)[number % 2])
-        yield replace(made, residuals=("recompute", "ship")[number // 4 % 2])
+        if number % 5 == 4:
+            yield replace(made, slices=2, microbatches=6, log_every=2 * made.log_every, fsdp=0)
+        else:
+            yield replace(made, residuals=("recompute", "ship")[number // 4 % 2])
 
 
 @pytest.fixture
@@ -105,6 +109,8 @@ def test_a_forgotten_copy_is_caught(of_a_plan: bool, op: Op, words: str, monkeyp
 def test_a_plan_that_takes_all_residuals_for_here_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = line_with_offloads
     monkeypatch.setattr(
-        compiled, "line_with_offloads", lambda line, copy_time, here, away: placed(line, copy_time, {*here, *away})
+        compiled,
+        "line_with_offloads",
+        lambda line, copy_time, slices, here, away: placed(line, copy_time, slices, {*here, *away}),
     )
     caught(kills(PLAIN), "which is on the host")

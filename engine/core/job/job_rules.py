@@ -190,61 +190,63 @@ def _in_text(broken: Violation, text: str, program: Program) -> Violation:
 _LEAST_PATIENCE_NS = 100_000_000
 
 
+_NAME_FORM = "up to 40 of a-z 0-9 . _ - (first a letter or digit)"
 MOST_ADAPTED = 4096  # the policy runs every schedule dry while training continues
 
 
 def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     """Returns a problem for each rule that a job of valid types breaks; `nccl_on_cpu` is for tests."""
     problems = size_problems(job)
-    if not 0 < job.lr <= MOST_FLOAT:
-        problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
-    if not 0 <= job.clip_norm <= MOST_FLOAT:
-        problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
+    problems += _refused(
+        job,
+        ("lr", "a finite float32 number > 0", not 0 < job.lr <= MOST_FLOAT, ""),
+        ("clip_norm", "a finite float32 number >= 0", not 0 <= job.clip_norm <= MOST_FLOAT, ""),
+        ("ema", "a number >= 0 and < 1", not 0 <= job.ema < 1, ""),
+    )
     if job.best and figure_of(job.best) is None:
         problems.append(Problem("best", FIGURE_FORM, repr(job.best)))
     elif job.best and not (job.validate_every and keeps_any(job.checkpoint_every)):
         hint = "it needs validations (--validate-every) and checkpoints (--checkpoint-every)"
         problems.append(Problem("best", "no value in this job", repr(job.best), hint))
-    if not 0 <= job.ema < 1:
-        problems.append(Problem("ema", "a number >= 0 and < 1", repr(job.ema)))
     shape = job.stages, job.stages_per_worker, job.program_microbatches
     problems += check_schedule(job.schedule, *shape, job.placement, job.slices)
     problems += [*_check_directions(job), *_check_blocks(job), *_check_growth(job), *_check_device(job, nccl_on_cpu)]
-    problems += [*update_problems(job), *scaling_problems(job)]
-    problems += [*_check_partition(job), *metric_problems(job)]
+    problems += [*update_problems(job), *scaling_problems(job), *_check_partition(job), *metric_problems(job)]
     problems += argument_problems("predict_args", PREDICT_ARGUMENTS, job.predict_args, all_of=False)
-    if job.collate and not FACTORY.fullmatch(job.collate):
-        problems.append(Problem("collate", "package.module:function", repr(job.collate)))
-    if job.split.isdecimal() and not whole_number(job.split):
-        problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
-    if keeping_of(job.checkpoint_every) is None:
-        problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
-    if job.adapt_schedule and job.slots * job.microbatches > MOST_ADAPTED:
+    if job.adapt_schedule and job.slots * job.program_microbatches > MOST_ADAPTED:
         expected = f"0 with more than {MOST_ADAPTED} forwards of a pipeline"
         problems.append(Problem("adapt_schedule", expected, str(job.adapt_schedule), "use `bamboo schedule search`"))
-    problems += [
-        *_check_slices(job),
-        *_check_workers(job),
-        *_check_shards(job),
-        *_check_offload(job),
-        *_check_streams(job),
-        *_check_redundancy(job),
-    ]
-    if parse_size(job.events_max) is None:
-        problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
+    problems += [*_check_slices(job), *_check_workers(job), *_check_shards(job)]
+    problems += [*_check_offload(job), *_check_streams(job), *_check_redundancy(job)]
     problems += [
         Problem(name, f"{DURATION_FORM}, at least 100ms", repr(getattr(job, name)))
         for name in ("hang_after", "silent_after", "data_retry_for")
         if (parse_duration(getattr(job, name)) or 0) < _LEAST_PATIENCE_NS
     ]
-    if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
-        problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
-    return problems
+    return problems + _refused(
+        job,
+        ("collate", "package.module:function", job.collate and not FACTORY.fullmatch(job.collate), ""),
+        (
+            "split",
+            "a whole number >= 1, or names of submodules",
+            job.split.isdecimal() and not whole_number(job.split),
+            "",
+        ),
+        ("checkpoint_every", KEEPING_FORM, keeping_of(job.checkpoint_every) is None, ""),
+        ("events_max", SIZE_FORM, parse_size(job.events_max) is None, ""),
+        ("name", _NAME_FORM, job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name), ""),
+    )
 
 
 def _check_blocks(job: Job) -> Iterator[Problem]:
     if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
         yield Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks))
+
+
+def _refused(job: Job, *rows: tuple[str, str, object, str]) -> list[Problem]:
+    """Returns a problem for each row that holds: a field, what is expected of it, whether it is not that, and why."""
+    values = {field: repr(getattr(job, field)) for field, *_ in rows}
+    return [Problem(field, expected, values[field], hint) for field, expected, is_broken, hint in rows if is_broken]
 
 
 def _check_slices(job: Job) -> list[Problem]:
@@ -253,20 +255,16 @@ def _check_slices(job: Job) -> list[Problem]:
         return []
     unsliced = unsliced_schedules()
     refused = (
-        ("fsdp", "0", job.fsdp > 0, "a slice keeps keys and values that were computed with whole weights"),
+        ("fsdp", "0", job.fsdp, "a slice keeps keys and values that were computed with whole weights"),
         ("variable_shapes", "false", job.variable_shapes, "all microbatches are cut at the same places"),
-        ("activation_checkpoint", "0", job.activation_checkpoint > 0, "a later slice reads what a checkpoint drops"),
-        ("offload", "none", job.offload != "none", "a later slice reads the residual that would be on the host"),
+        ("activation_checkpoint", "0", job.activation_checkpoint, "a later slice reads what a checkpoint drops"),
         ("residuals", "auto or recompute", job.residuals == "ship", "a residual has the states of earlier slices"),
         ("loss_normalisation", "microbatches", job.loss_normalisation != "microbatches", "a loss sees one slice"),
-        ("adapt_schedule", "0", job.adapt_schedule > 0, "times are compared for whole microbatches"),
         ("schedule", f"none of {', '.join(unsliced)}", job.schedule in unsliced, "slices have not been tried with it"),
     )
-    return [
-        Problem(field, f"{expected} with slices", repr(getattr(job, field)), hint)
-        for field, expected, is_set, hint in refused
-        if is_set
-    ]
+    return _refused(
+        job, *((field, f"{expected} with slices", is_set, hint) for field, expected, is_set, hint in refused)
+    )
 
 
 def unsliced_schedules() -> list[str]:

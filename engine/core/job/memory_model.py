@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.core.action import ADDING_OPS, FORWARD_OPS, STASH_OPS, Action, Op
+from engine.core.action import ADDING_OPS, FORWARD_OPS, LEAVE_OPS, STASH_OPS, Action, Op
 from engine.core.checkpoint_rules import keeping_of, shares_of
 from engine.core.job.job import Job
 from engine.core.ownership import Ownership, Slot
@@ -169,7 +169,7 @@ class _Walk:
                 self._add(self.tried[action.stage].residual)
                 self._meanwhile(self.tried[action.stage].forward)
             elif action.op in STASH_OPS:
-                self._add(self.tried[action.stage].residual * (-1 if action.op is Op.OFFLOAD else 1))
+                self._add(self.tried[action.stage].residual * (-1 if action.op in LEAVE_OPS else 1))
             elif action.op in ADDING_OPS or action.op is Op.I:
                 self._backward(action)
             else:

@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.core.action import ADDING_OPS, FORWARD_OPS, RECEIVE_OPS, SHARD_OPS, STASH_OPS, Action, Op, ops_that_make
+from engine.core.action import ADDING_OPS, FORWARD_OPS, LEAVE_OPS, RECEIVE_OPS, SHARD_OPS, STASH_OPS, Action, Op
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes, crossing
 from engine.core.ownership import Ownership, Slot
-from engine.core.value import Kind
-
-_LEAVING = ops_that_make(Kind.HOSTED)
 
 
 class TensorBytes(NamedTuple):
@@ -119,7 +116,7 @@ class _TensorWalk:
         size, is_new = self.sizes[action.stage], action.stage not in self._with_means
         match action.op:
             case op if op in STASH_OPS:
-                leaves = self.residuals[action.stage] * (1 if op in _LEAVING else -1)
+                leaves = self.residuals[action.stage] * (1 if op in LEAVE_OPS else -1)
                 return TensorBytes(stash=-leaves, offloaded=leaves)
             case op if op in SHARD_OPS:
                 return TensorBytes(weights=size.whole if action.op is Op.UNSHARD else -size.whole)

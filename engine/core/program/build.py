@@ -13,7 +13,7 @@ from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot
 from engine.core.program.dependencies import peers_of
 from engine.core.program.dry_run import starts_of
-from engine.core.program.offload import with_offloads
+from engine.core.program.offload import line_with_offloads
 from engine.core.program.owners import owners_compute, owners_program
 from engine.core.program.passes import (
     with_end_of_step,
@@ -67,7 +67,9 @@ def build_program(
     if compute.is_scheduled and (is_pair := pairs_in(schedule, grid.blocks)):
         program = with_pairs_together(program, is_pair)
     program = with_streams(program, ownership, log_every, healing)
-    program = with_offloads({worker: program[worker] for worker in wanted}, copy_time)
+    program = {worker: program[worker] for worker in wanted}
+    if copy_time is not None:
+        program = {worker: line_with_offloads(line, copy_time, grid.slices) for worker, line in program.items()}
     return with_end_of_step(program, ownership, healing=healing)
 
 

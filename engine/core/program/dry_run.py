@@ -20,16 +20,18 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, STASH_OPS, Action, Op, Program
+from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, LEAVE_OPS, SEND_OPS, STASH_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
-from engine.core.ownership import Ownership
+from engine.core.ownership import Ownership, turned
 from engine.core.program.dependencies import DependencyIndex, IndexedActions
 from engine.core.program.schedules import COSTS, overlapped_costs
-from engine.core.value import WIRE, Held, Kind
+from engine.core.value import WIRE, Held, Kind, Value
 
 Cost = Callable[[Action], float]
 _NEVER = inf
 _FEW = 16  # values that an action needs; more are votes, for which all workers wait
+_STASHING = FORWARD_OPS | (STASH_OPS - LEAVE_OPS)
+_OF_PARTS = {Op.W, Op.OFFLOAD_W, Op.RELOAD_W}
 
 
 class Span(NamedTuple):
@@ -131,15 +133,24 @@ def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
     """
     in_parts = _in_parts(actions)
     for stage, op, microbatch, pipeline in actions:
-        if op in FORWARD_OPS or op is Op.RELOAD:
+        if op in _STASHING:
             stashed += 1
-        elif op is Op.OFFLOAD or op in ADDING_OPS or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
+        elif op in LEAVE_OPS or op in ADDING_OPS or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
             stashed -= 1
         yield stashed
 
 
 def _in_parts(actions: Sequence[Action]) -> set[tuple[int, int, int]]:
     return {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
+
+
+def stash_of(action: Action, slices: int = 1) -> Value:
+    """Returns what an action stashes, copies or uses: a residual, or what is left of it for the weights."""
+    stage, op, microbatch, pipeline = action
+    if op in _OF_PARTS:
+        return Value(Kind.PENDING, pipeline, stage, microbatch)
+    turns = slices > 1 and (op is Op.B or op is Op.I)
+    return Value(Kind.RESIDUAL, pipeline, stage, turned(microbatch, slices) if turns else microbatch)
 
 
 class HostLink:
@@ -149,31 +160,31 @@ class HostLink:
     at the start; a backward waits for its own copy back.
     """
 
-    def __init__(self, actions: Sequence[Action], stashed: int = 0):
-        self._in_parts = _in_parts(actions)
+    def __init__(self, actions: Sequence[Action], stashed: int = 0, slices: int = 1):
+        self._in_parts, self._slices = _in_parts(actions), slices
         self._most, self._here = peak_stash(tuple(actions), stashed), stashed
         self._leaving: deque[float] = deque()  # when they will have left
-        self._left: dict[tuple[int, int, int], float] = {}
-        self._back: dict[tuple[int, int, int], float] = {}
+        self._left: dict[Value, float] = {}
+        self._back: dict[Value, float] = {}
         self._out_free = self._in_free = 0.0
 
     def start(self, action: Action, ready: float, copy: float) -> float:
         """Returns when an action starts that is next and could at `ready`; a copy takes `copy`."""
         stage, op, microbatch, pipeline = action
-        key = (pipeline, stage, microbatch)
-        if op in FORWARD_OPS or op is Op.RELOAD:
+        if op in _STASHING:
             while self._here >= self._most and self._leaving:
                 ready = max(ready, self._leaving.popleft())
                 self._here -= 1
             self._here += 1
-        if op is Op.OFFLOAD:
-            self._out_free = self._left[key] = max(self._out_free, ready) + copy
+        if op in LEAVE_OPS:
+            self._out_free = self._left[stash_of(action)] = max(self._out_free, ready) + copy
             self._leaving.append(self._out_free)
-        elif op is Op.RELOAD:
-            self._in_free = self._back[key] = max(self._in_free, ready, self._left.get(key, 0.0)) + copy
+        elif op in STASH_OPS:
+            there = max(self._in_free, ready, self._left.get(stash_of(action), 0.0))
+            self._in_free = self._back[stash_of(action)] = there + copy
         elif op in ADDING_OPS or op is Op.I:
-            ready = max(ready, self._back.pop(key, 0.0))
-            self._here -= op in ADDING_OPS or key not in self._in_parts
+            ready = max(ready, self._back.pop(stash_of(action, self._slices), 0.0))
+            self._here -= op in ADDING_OPS or (pipeline, stage, microbatch) not in self._in_parts
         return ready
 
 
@@ -216,7 +227,7 @@ class _Walk:
         lines: dict[tuple[int, Op, int, int], IndexedActions] = {}
         slices = self.slices
         free_at, latency, actions = 0.0, self.latency, self.program[worker]
-        link = HostLink(actions, self.stashed[worker]) if any(op in STASH_OPS for _, op, _, _ in actions) else None
+        link = HostLink(actions, self.stashed[worker], slices) if STASH_OPS & {each.op for each in actions} else None
         for action, cost in zip(actions, costs, strict=False):
             stage, op, microbatch, pipeline = action
             key = stage, op, microbatch % slices if microbatch else -1, pipeline  # as `line_number`, without a call

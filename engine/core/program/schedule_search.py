@@ -20,10 +20,10 @@ from operator import add
 
 from engine.core.action import Action, Op, make_action
 from engine.core.errors import ensure
-from engine.core.ownership import Placement, directions_of, worker_of
+from engine.core.ownership import Placement, directions_of, turned, worker_of
 from engine.core.program.dry_run import peak_stash
 from engine.core.program.offload import line_with_offloads
-from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists
+from engine.core.program.schedules import SCHEDULES, ComputeList, ComputeLists, in_slices
 from engine.core.random_key import random_key
 
 _KIND = {Op.F: 0, Op.I: 1, Op.B: 1, Op.W: 2}
@@ -42,6 +42,12 @@ class Profile:
     transfer: tuple[float, ...]  # from each stage to the next
     copy_time: float | None = None  # of a residual to the host, in forwards; None if it is not known
 
+    def times(self, factor: float) -> Profile:
+        """Returns the profile of actions that take so many times as long."""
+        costs = self.forward, self.for_input, self.for_weights, self.transfer
+        forward, for_input, for_weights, transfer = (tuple(factor * each for each in of) for of in costs)
+        return Profile(forward, for_input, for_weights, transfer, self.copy_time)
+
     def cost(self, action: Action) -> float:
         """Returns what an action takes; nothing if it computes nothing."""
         stage = action.stage
@@ -53,13 +59,14 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """P workers, their stages, M microbatches; a worker stashes at most `stash` residuals of a stage."""
+    """P workers, their stages, M microbatches or slices; a worker stashes at most `stash` residuals of a stage."""
 
     num_workers: int
     stages_per_worker: int
     microbatches: int
     placement: Placement
     stash: int
+    slices: int = 1  # of a microbatch
 
     @property
     def stages(self) -> int:
@@ -104,38 +111,36 @@ def searched(
     profile: Profile,
     memory: float | None = None,
     steps: int = STEPS,
+    slices: int = 1,
 ) -> SearchResult:
     """Returns the shortest schedule in which a worker stashes at most `memory` microbatches of its layers (>= 1).
 
-    By default the hungriest named schedule is the limit; the lists that are tried have `steps` actions together.
+    By default the hungriest named schedule is the limit; the lists that are tried have `steps` actions together. With
+    `slices` in a microbatch the profile is of a slice.
     """
-    num_workers = stages // stages_per_worker
+    num_workers, num_items = stages // stages_per_worker, microbatches * slices
     fitting = {
         name: schedule
         for name, schedule in SCHEDULES.items()
         if schedule.takes(stages_per_worker)
-        and microbatches >= schedule.least_microbatches(num_workers)
+        and num_items >= schedule.least_microbatches(num_workers)
         and directions_of(name) == 1
+        and not (slices > 1 and schedule.overlaps)
     }
-    named = {name: schedule(num_workers, microbatches, stages_per_worker) for name, schedule in fitting.items()}
+    size = num_workers, num_items + slices - 1, stages_per_worker
+    named = {name: tuple(in_slices(line, slices) for line in of(*size)) for name, of in fitting.items()}
     most = max(map(most_stash, named.values()))
-    stash = most if memory is None else int(memory * stages_per_worker)
+    stash = most if memory is None else int(memory * stages_per_worker * slices)
     placements: tuple[Placement, ...] = ("loop", "v") if stages_per_worker > 1 else ("loop",)
     made = []
     for placement in placements:
-        shape = Shape(num_workers, stages_per_worker, microbatches, placement, stash)
-        start = [
-            named[name]
-            for name, schedule in fitting.items()
-            if stages_per_worker == 1 or schedule.placement == placement
-        ]
+        shape = Shape(num_workers, stages_per_worker, num_items, placement, stash, slices)
+        is_placed = {name for name, each in fitting.items() if stages_per_worker == 1 or each.placement == placement}
+        start = [named[name] for name in fitting if name in is_placed]
         made.append((search(shape, profile, start, steps), shape))
-    lists, shape = min(made, key=lambda one: length_of(one[0], profile))
-    everything: list[tuple[str, Placement, ComputeLists]] = [
-        ("found", shape.placement, lists),
-        *((name, fitting[name].placement, of) for name, of in named.items()),
-    ]
-    rows = [_candidate(*each, profile, stages_per_worker, stash) for each in everything]
+    lists, shape = min(made, key=lambda one: length_of(one[0], profile, slices))
+    rows = [_candidate("found", shape.placement, lists, profile, shape)]
+    rows += [_candidate(name, fitting[name].placement, of, profile, shape) for name, of in named.items()]
     return SearchResult(
         tuple(sorted(rows, key=lambda row: (not row.fits, row.length, row.schedule != "found"))),
         lists,
@@ -145,17 +150,17 @@ def searched(
 
 def search(shape: Shape, profile: Profile, start: Sequence[ComputeLists] = (), steps: int = STEPS) -> ComputeLists:
     """Returns the shortest lists that it finds, none longer than those of `start` that keep to the limit."""
-    ensure(shape.stash >= shape.stages_per_worker, "a microbatch is stashed once on each stage of a worker")
+    ensure(shape.stash >= shape.stages_per_worker * shape.slices, "a microbatch is stashed once on each own stage")
     fitting = [lists for lists in start if most_stash(lists) <= shape.stash]
     fitting += [lists for rule in _rules(shape) if (lists := _Greedy(shape, profile, rule).lists())]
-    needs = _Needs(profile)
+    needs = _Needs(profile, shape.slices)
     best = min((_Timeline(lists, needs) for lists in fitting), key=lambda timeline: timeline.length)
     return _exchanged(best, needs, shape, profile, steps)
 
 
-def length_of(lists: ComputeLists, profile: Profile) -> float:
+def length_of(lists: ComputeLists, profile: Profile, slices: int = 1) -> float:
     """Returns how long a step takes; infinity if some actions wait for each other."""
-    timeline = _Timeline(lists, _Needs(profile))
+    timeline = _Timeline(lists, _Needs(profile, slices))
     return timeline.length if timeline.is_whole else inf
 
 
@@ -177,7 +182,7 @@ def _rules(shape: Shape) -> Iterator[_Rule]:
     for lead, slack, forward_first, deep_first in product(
         (1.0, 1.5, 2.0, 4.0), (None, 0.0, 0.5, 1.0), (False, True), (False, True) if v > 1 else (True,)
     ):
-        ahead = tuple(int(lead * (p - 1 - worker)) + 1 + (v - 1) * p for worker in range(p))
+        ahead = tuple(int(lead * (p - 1 - worker)) + shape.slices + (v - 1) * p for worker in range(p))
         yield _Rule(ahead, slack, forward_first, deep_first)
 
 
@@ -188,7 +193,6 @@ class _Greedy:
         self._shape, self._profile, self._rule = shape, profile, rule
         self._owner = shape.owners()
         self._stages = [[s for s, owner in enumerate(self._owner) if owner == w] for w in range(shape.num_workers)]
-        self._later = [sum(1 for s in self._stages[w] if s > stage) for stage, w in enumerate(self._owner)]
         self._num = {op: [0] * shape.stages for op in (Op.F, Op.I, Op.W)}  # microbatches that are done, by stage
         # When the input of each microbatch is at a stage, and the gradient of its output.
         self._inputs: list[list[float]] = [[] for _ in self._owner]
@@ -240,7 +244,9 @@ class _Greedy:
     def _has_room(self, worker: int, stage: int) -> bool:
         own = self._stages[worker]
         forwards, inputs, weights = (sum(self._num[op][local] for local in own) for op in (Op.F, Op.I, Op.W))
-        wanted = 1 + self._later[stage]
+        num, slices = self._num[Op.F], self._shape.slices  # the backward of the last one comes first
+        behind = (num[stage] // slices + 1) * slices
+        wanted = sum(min(slices, behind - num[later]) for later in own if later >= stage)
         has_memory = forwards - weights + wanted <= self._shape.stash
         return has_memory and forwards - inputs + wanted <= self._rule.ahead[worker]
 
@@ -255,7 +261,8 @@ class _Greedy:
         if op is Op.F and stage + 1 < self._shape.stages:
             self._arrive(self._inputs, stage + 1, end + self._profile.transfer[stage])
         elif op is Op.F:
-            self._arrive(self._gradients, stage, end)
+            for _ in range(0 if (action.microbatch + 1) % self._shape.slices else self._shape.slices):
+                self._arrive(self._gradients, stage, end)
         elif op is not Op.W and stage > 0:
             self._arrive(self._gradients, stage - 1, end + self._profile.transfer[stage - 1])
 
@@ -270,9 +277,9 @@ _Key = tuple[int, int, int, int]  # kind, stage, microbatch, pipeline
 class _Needs(dict[Action, tuple[float, tuple[tuple[_Key, float], ...], tuple[_Key, ...]]]):
     """What each action takes, what it needs and how long that is on its way, and what it makes; filled on demand."""
 
-    def __init__(self, profile: Profile):
+    def __init__(self, profile: Profile, slices: int):
         super().__init__()
-        self._profile = profile
+        self._profile, self._slices = profile, slices
 
     def __missing__(self, action: Action) -> tuple[float, tuple[tuple[_Key, float], ...], tuple[_Key, ...]]:
         stage, op, microbatch, way = action
@@ -282,7 +289,7 @@ class _Needs(dict[Action, tuple[float, tuple[tuple[_Key, float], ...], tuple[_Ke
         elif op is Op.W:
             needs.append(((1, stage, microbatch, way), 0.0))
         elif op is not Op.F:
-            needs.append(((0, stage, microbatch, way), 0.0))
+            needs.append(((0, stage, turned(microbatch, self._slices), way), 0.0))
             if stage + 1 < len(self._profile.forward):
                 needs.append(((1, stage + 1, microbatch, way), self._profile.transfer[stage]))
         made = tuple((kind, stage, microbatch, way) for kind in ((1, 2) if op is Op.B else (_KIND[op],)))
@@ -371,10 +378,8 @@ def _exchanged(best: _Timeline, needs: _Needs, shape: Shape, profile: Profile, s
 def _least(shape: Shape, profile: Profile) -> float:
     """Returns a length that no schedule goes below: the work of a worker, behind the way to its first stage."""
     way: list[float] = [0.0, *accumulate(map(add, profile.forward, profile.transfer))]
-    work = [
-        shape.microbatches * sum(costs)
-        for costs in zip(profile.forward, profile.for_input, profile.for_weights, strict=True)
-    ]
+    costs = zip(profile.forward, profile.for_input, profile.for_weights, strict=True)
+    work = [shape.microbatches * sum(of_stage) for of_stage in costs]
     owners = shape.owners()
     return max(
         way[owners.index(worker)] + sum(work[stage] for stage, owner in enumerate(owners) if owner == worker)
@@ -386,13 +391,13 @@ def _may_change(first: Action, other: Action) -> bool:
     return first.stage != other.stage or (first.microbatch != other.microbatch and _KIND[first.op] != _KIND[other.op])
 
 
-def _candidate(
-    name: str, placement: Placement, lists: ComputeLists, profile: Profile, stages_per_worker: int, limit: int
-) -> Candidate:
-    most, stays = most_stash(lists), None
+def _candidate(name: str, placement: Placement, lists: ComputeLists, profile: Profile, shape: Shape) -> Candidate:
+    most, of_microbatch, stays = most_stash(lists), shape.stages_per_worker * shape.slices, None
     if profile.copy_time is not None:
-        stays = most_stash([line_with_offloads(line, profile.copy_time) for line in lists]) / stages_per_worker
-    return Candidate(name, placement, length_of(lists, profile), most / stages_per_worker, most <= limit, stays)
+        lines = [line_with_offloads(line, profile.copy_time, shape.slices) for line in lists]
+        stays = most_stash(lines) / of_microbatch
+    sizes = most / of_microbatch, most <= shape.stash, stays
+    return Candidate(name, placement, length_of(lists, profile, shape.slices), *sizes)
 
 
 def most_stash(lists: Sequence[ComputeList]) -> int:

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from engine.core.action import (
     ALL,
+    COMPUTE_OPS,
+    FORWARD_OPS,
+    LEAVE_OPS,
     OP_TABLE,
     RECEIVE_OPS,
     SEND_OPS,
@@ -26,7 +29,6 @@ from engine.core.action import (
     Action,
     Op,
     Program,
-    StashPlace,
     StepPosition,
     WeightForm,
     ops_at,
@@ -34,7 +36,7 @@ from engine.core.action import (
 from engine.core.errors import DeadlockError, InvariantError, ScheduleError
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import DependencyIndex, carried, makes, needs
-from engine.core.program.dry_run import refuse_stuck
+from engine.core.program.dry_run import refuse_stuck, stash_of
 from engine.core.program.remaining_tasks import progress_of
 from engine.core.value import WIRE, Held, Kind, Value
 
@@ -278,7 +280,7 @@ def verify(
         violations = [*missing, *_wrong_order(program, ownership, frozenset(held or ()), name_gaps=not missing)]
     violations = violations or missing or [*_crossed_transfers(program, ownership), *_taken_away(program)]
     if STASH_OPS & {action.op for actions in program.values() for action in actions}:
-        violations = violations or [*_misplaced_stash(program)]
+        violations = violations or [*_misplaced_stash(program, ownership)]
     if stuck and not violations:
         if not isinstance(stuck, DeadlockError):  # every gap is a violation
             raise InvariantError(str(stuck))
@@ -383,23 +385,24 @@ _PLACES = {
     if row.touches or row.closes is not None or row.finds or row.work
 }
 _AS_READ = {WeightForm.WHOLE: "whole", WeightForm.IN_SHARDS: "in shards"}
-_MOVES = {op: row.moves for op, row in OP_TABLE.items() if row.moves}
-_STASH_READ = {StashPlace.DEVICE: "on the device", StashPlace.HOST: "on the host", StashPlace.USED: "used"}
+_STASH_USERS = COMPUTE_OPS | STASH_OPS
+_STASHED = (Kind.RESIDUAL, Kind.PENDING)
+_HERE, _HOST, _USED = "on the device", "on the host", "used"
 
 
-def _misplaced_stash(program: Program) -> Violations:
-    """An action finds the residual of its microbatch where it needs it: a backward on the device."""
+def _misplaced_stash(program: Program, ownership: Ownership) -> Violations:
+    """An action that computes finds its residual on the device: behind 0OFFLOAD0, 0RELOAD0 stands before 0B0."""
     for worker, actions in program.items():
-        places: dict[tuple[int, int, int], StashPlace] = {}
+        places: dict[Value, str] = {}
         for position, action in enumerate(actions):
-            stage, op, microbatch, pipeline = action
-            if op in _MOVES:
-                wanted, after = _MOVES[op]
-                place = places.get((pipeline, stage, microbatch), StashPlace.DEVICE)
-                if wanted not in (None, place):
-                    rule = f"finds its residual {_STASH_READ[place]}"
-                    yield Violation(worker, position, str(action), rule)
-                places[pipeline, stage, microbatch] = after
+            if action.op not in _STASH_USERS:
+                continue
+            stash = stash_of(action, ownership.grid.slices)
+            read = {value for _, value in needs(action, worker, ownership) if value.kind in _STASHED}
+            wanted, after = (_HOST, _HERE) if action.op in STASH_OPS - LEAVE_OPS else (_HERE, _USED)
+            for place in {places.get(each, _HERE) for each in ({stash} if action.op in STASH_OPS else read)} - {wanted}:
+                yield Violation(worker, position, str(action), f"finds its residual {place}")
+            places[stash] = _HOST if action.op in LEAVE_OPS else _HERE if action.op in FORWARD_OPS else after
 
 
 def _taken_away(program: Program) -> Violations:

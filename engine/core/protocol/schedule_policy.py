@@ -66,7 +66,7 @@ def measured(job: Job, state: State, times: WorkerTimes) -> Profile | None:
     if len(pairs) < job.slots or not far <= known.keys():
         return None
     speed = speeds(members_only(times.paces, state.members))
-    slower = [max(1 / speed.get(worker, 1.0) for worker in of) / job.microbatches for of in owners]
+    slower = [max(1 / speed.get(worker, 1.0) for worker in of) / job.program_microbatches for of in owners]
     forward = tuple(pair[0] * more for pair, more in zip(pairs, slower, strict=True))
     half = tuple(pair[1] * more / 2 for pair, more in zip(pairs, slower, strict=True))
     return Profile(forward, half, half, tuple(known[slot] if slot in far else 0.0 for slot in slots[:-1]))
@@ -78,7 +78,7 @@ def choice(job: Job, state: State, profile: Profile) -> tuple[str, str] | None:
     if grid.stages * grid.microbatches * grid.pipelines > MOST_ADAPTED * directions_of(job.schedule):
         return None
     length = {"": length_of(_lines(owners_compute(job.schedule, grid, owners)), profile)}
-    most = job.adapt_schedule * job.stages_per_worker * job.blocks  # of slots
+    most = job.adapt_schedule * job.stages_per_worker * job.blocks * job.slices  # of slots
     for name, schedule in SCHEDULES.items():
         if name == job.schedule or schedule.overlaps or unfit(job, name):
             continue

@@ -1,7 +1,8 @@
 """Residuals on the host: what autograd has saved of a microbatch is copied there, and back before the backward.
 
-    OFFLOAD   saved tensors of the graphs, and those between layers -> memory of the host; the graphs stay
-    RELOAD    the same storages on the device, under the same graphs
+    OFFLOAD     saved tensors of the graphs, and those between layers -> memory of the host; the graphs stay
+    RELOAD      the same storages on the device, under the same graphs
+    OFFLOAD_W   likewise, between the parts of a backward, with the gradients that the part for the weights needs
 
 Rules: a storage moves as a whole, so tensors that share it share it afterwards, at the same place in it. What others
 may hold stays: weights, buffers, values of the value store, the output of the stage. Copies run beside computing: on a
@@ -12,21 +13,24 @@ backward of the user keeps its tensors.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.core.action import Action
+from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.errors import required
-from engine.core.program.dry_run import peak_stash
-from engine.core.program.offload import Stash
+from engine.core.ownership import turned
+from engine.core.program.dry_run import peak_stash, stash_of
+from engine.core.value import Kind, Value
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue, moment_now
@@ -94,12 +98,11 @@ class _View(NamedTuple):
         """Returns the tensor in these storages, which are given as bytes."""
         memory = storages[self.storage]
         with torch.no_grad():
-            return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
-                memory.untyped_storage(), self.offset, self.size, self.stride
-            )
+            tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+            return tensor.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Storages:
     """Storages as bytes: on the device, on the host, or both; hooks of graphs hold them, so they hold no graph."""
 
@@ -107,52 +110,45 @@ class _Storages:
     away: list[Tensor] = field(default_factory=list)
 
 
-class _OffloadedResidual:
-    """A residual without its tensors; `step` by step: leaves, has left, comes back, is here."""
+_Parts = tuple[Sequence[Segment], Sequence[Tensor], _Storages]
 
-    def __init__(self, residual: Residual, staying: Collection[int], device: Device):
-        self.residual = residual
-        self.storages = _Storages()
+
+class _Offloaded:
+    """Graphs and tensors without their memory; the hooks of graphs that were away before look into their `storages`."""
+
+    def __init__(self, parts: _Parts, staying: Collection[int], device: Device):
+        segments, others, storages = parts
+        self.storages = storages
         self.left: _Moment | None = None
         self.back: _Moment | None = None
         self._device, self._staying = device, frozenset(staying)
-        self._numbers: dict[int, int] = {}
+        self._numbers = {memory.data_ptr(): number for number, memory in enumerate(storages.here)}
         self._between: list[tuple[Tensor, _View]] = []
-        for segment in _segments(residual):
+        for segment in segments:
             self._take(segment)
-        for group in residual.groups:
-            for tensor in () if isinstance(group, list) else group.inputs:
-                self._take_tensor(tensor)
-        self._watched: list[tuple[StorageWeakRef, int]] = [
-            (StorageWeakRef(memory.untyped_storage()), memory.nbytes) for memory in self.storages.here
-        ]
+        self._take_all(others)
+        self._watched = [(StorageWeakRef(memory.untyped_storage()), memory.nbytes) for memory in storages.here]
 
     def _take(self, segment: Segment) -> None:
         for place in saved_places(segment):
             tensor = place.tensor
             if tensor is not None and (view := self._view(tensor)) is not None:
                 storages = self.storages
-                try:
+                with contextlib.suppress(RuntimeError):  # it has hooks of the user, or of an earlier copy
                     place.raw.register_hooks(lambda _: None, lambda _, view=view, of=storages: view.of(of.here))
-                except RuntimeError:  # it has hooks of the user
-                    continue
-        for tensor in (*segment.inputs, *segment.outputs):
-            self._take_tensor(tensor)
+        self._take_all((*segment.inputs, *segment.outputs))
 
-    def _take_tensor(self, tensor: Tensor) -> None:
-        if not tensor._is_view() and (view := self._view(tensor)) is not None:
-            self._between.append((tensor, view))
+    def _take_all(self, tensors: Iterable[Tensor]) -> None:
+        views = [(tensor, self._view(tensor)) for tensor in tensors if not tensor._is_view()]
+        self._between += [(tensor, view) for tensor, view in views if view is not None]
 
     def _view(self, tensor: Tensor) -> _View | None:
         """Returns where a tensor lies, if its storage moves."""
-        is_plain = (
-            type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        )
-        if not is_plain or tensor.device != self._device.place:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if not address or address in self._staying:
+        if tensor.device != self._device.place or not address or address in self._staying:
             return None
         if address not in self._numbers:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -186,13 +182,12 @@ class _OffloadedResidual:
         self._wait(self.left)
         self._wait(self.back)
 
-    def settle(self) -> Residual:
-        """Waits for the copy back, and returns the residual as it was."""
+    def settle(self) -> None:
+        """Waits for the copy back; all is as it was."""
         self._wait(self.back)
         for tensor, view in self._between:
             tensor.data = view.of(self.storages.here)
         self.storages.away, self._between = [], []
-        return self.residual
 
     def _wait(self, moment: _Moment | None) -> None:
         if isinstance(moment, Future):
@@ -201,62 +196,78 @@ class _OffloadedResidual:
             moment.before(self._device)
 
 
-def _segments(residual: Residual) -> Iterator[Segment]:
-    for group in residual.groups:
-        if isinstance(group, list):
-            yield from group
-    if residual.loss is not None:
-        yield residual.loss
-
-
 class ResidualOffloads:
     """The residuals of one worker that leave its device, and the room that they make."""
 
     def __init__(self, replicas: Replicas, values: ValueStore):
         self._replicas, self._values = replicas, values
         self._out, self._into = _Direction(replicas.device), _Direction(replicas.device)
-        self._leaving: deque[Stash] = deque()
-        self._moved: dict[Stash, _OffloadedResidual] = {}
+        self._leaving: deque[Value] = deque()
+        self._moved: dict[Value, _Offloaded] = {}
+        self._hooked: WeakValueDictionary[Value, _Storages] = WeakValueDictionary()  # of graphs that are here again
         self._most = 0
 
     def enter(self, actions: Sequence[Action]) -> None:
         """Sets the limit of the next program: what `peak_stash` finds."""
         self._most = peak_stash(tuple(actions), self._num_here())
 
-    def stashes(self) -> tuple[set[Stash], set[Stash]]:
+    def stashes(self) -> tuple[set[Value], set[Value]]:
         """Returns the residuals that are on the device, and those that are on the host or leave."""
         stages = self._replicas.stages.items()
-        every = {(*slot, microbatch) for slot, stage in stages for microbatch in stage.residuals}
+        every = {Value(Kind.RESIDUAL, *slot, microbatch) for slot, stage in stages for microbatch in stage.residuals}
+        every |= {Value(Kind.PENDING, *slot, microbatch) for slot, stage in stages for microbatch in stage.pending}
         away = {stash for stash in every if stash in self._moved and self._moved[stash].back is None}
         return every - away, away
 
-    def with_room(self, method: Callable[[Action, int], None]) -> Callable[[Action, int], None]:
-        """Returns a forward that waits until there is room for its residual."""
+    def around(self, method: Callable[[Action, int], None]) -> Callable[[Action, int], None]:
+        """Returns an action that computes, with room for what it stashes, or with what it needs for the weights."""
 
-        def forward(action: Action, step: int) -> None:
-            stash, stage = self._at(action)
-            if stash in self._moved:  # a recovery makes it again
+        def run(action: Action, step: int) -> None:
+            stash = stash_of(action._replace(op=Op.W) if action.op is Op.I else action)
+            if stash in self._moved and action.op is Op.W:
+                self._settle(stash)
+            elif stash in self._moved:  # a recovery makes it again
                 self._moved.pop(stash).await_copies()
-                stage.away.pop(action.microbatch, None)
+                self._stage(stash).away.pop((stash.kind, stash.index), None)
                 self._leaving = deque(each for each in self._leaving if each != stash)
-            self._make_room()
+            if action.op in FORWARD_OPS:
+                self._make_room()
             method(action, step)
 
-        return forward
+        return run
 
     def offload(self, action: Action, _step: int) -> None:
         """Starts copying a residual to the host; one that came from another worker has no graph yet, and stays."""
-        stash, stage = self._at(action)
-        residual = stage.residuals[action.microbatch]
-        if residual.make is None:
-            moved = self._moved[stash] = _OffloadedResidual(residual, self._staying(stage, residual), stage.device)
-            stage.residuals[action.microbatch] = Residual([], residual.outputs, make=lambda: self._settled(stash))
-            moved.leave(self._out)
-            self._leaving.append(stash)
+        stash = stash_of(action)
+        stage, microbatch = self._stage(stash), stash.index
+        if stash.kind is Kind.PENDING:
+            pending, of_forward = stage.pending[microbatch], turned(microbatch, stage.slices)
+            storages = self._hooked.get(stash._replace(kind=Kind.RESIDUAL, index=of_forward)) or _Storages()
+            gradients = [gradient for _, _, of_outputs in pending for gradient in of_outputs]
+            self._leave(stash, ([segment for _, segment, _ in pending], gradients, storages), ())
+        elif (kept := stage.residuals[microbatch]).make is None:
+            segments = [each for group in kept.groups if isinstance(group, list) for each in group]
+            segments += [] if kept.loss is None else [kept.loss]
+            inputs = [each for group in kept.groups if not isinstance(group, list) for each in group.inputs]
+            self._leave(stash, (segments, inputs, _Storages()), kept.outputs)
+
+            def make() -> Residual:
+                self._settle(stash)
+                if microbatch in stage.residuals:  # it was read, and may be used here after all
+                    stage.residuals[microbatch] = kept
+                return kept
+
+            stage.residuals[microbatch] = Residual([], kept.outputs, make=make)
+
+    def _leave(self, stash: Value, parts: _Parts, outputs: Sequence[Tensor]) -> None:
+        stage = self._stage(stash)
+        moved = self._moved[stash] = _Offloaded(parts, self._staying(stage, outputs), stage.device)
+        moved.leave(self._out)
+        self._leaving.append(stash)
 
     def reload(self, action: Action, _step: int) -> None:
         """Starts copying a residual back."""
-        stash, _ = self._at(action)
+        stash = stash_of(action)
         if stash in self._moved and self._moved[stash].back is None:
             self._make_room()
             self._come(stash)
@@ -271,21 +282,18 @@ class ResidualOffloads:
         while self._moved:
             self._moved.popitem()[1].await_copies()
 
-    def _settled(self, stash: Stash) -> Residual:
+    def _settle(self, stash: Value) -> None:
         if self._moved[stash].back is None:  # a recovery, or a hand-over, has other plans
             self._come(stash)
-        residual, (pipeline, stage, microbatch) = self._moved.pop(stash).settle(), stash
-        residuals = self._replicas.stages[pipeline, stage].residuals
-        if microbatch in residuals:  # it was read in order to send it, and may be used here after all
-            residuals[microbatch] = residual
-        return residual
+        moved = self._moved.pop(stash)
+        moved.settle()
+        self._hooked[stash] = moved.storages
 
-    def _come(self, stash: Stash) -> None:
+    def _come(self, stash: Value) -> None:
         while stash in self._leaving:
             self._let_go()
-        pipeline, stage, microbatch = stash
-        replica = self._replicas.stages[pipeline, stage]
-        replica.away.pop(microbatch, None)
+        replica = self._stage(stash)
+        replica.away.pop((stash.kind, stash.index), None)
         replica.peak_stash = max(replica.peak_stash, replica.num_stashed)
         self._moved[stash].come(self._into)
 
@@ -294,22 +302,17 @@ class ResidualOffloads:
             self._let_go()
 
     def _let_go(self) -> None:
-        pipeline, stage, microbatch = stash = self._leaving.popleft()
-        self._replicas.stages[pipeline, stage].away[microbatch] = self._moved[stash].let_go()
+        stash = self._leaving.popleft()
+        self._stage(stash).away[stash.kind, stash.index] = self._moved[stash].let_go()
 
     def _num_here(self) -> int:
         return sum(stage.num_stashed for stage in self._replicas.stages.values())
 
-    def _at(self, action: Action) -> tuple[Stash, Stage]:
-        stage, _, microbatch, pipeline = action
-        return (pipeline, stage, microbatch), self._replicas.stages[pipeline, stage]
+    def _stage(self, stash: Value) -> Stage:
+        return self._replicas.stages[stash.pipeline, stash.stage]
 
-    def _staying(self, stage: Stage, residual: Residual) -> set[int]:
-        kept = [
-            *stage.buffers(),
-            *residual.outputs,
-            *(p for layer in stage.layers.values() for p in layer.parameters()),
-        ]
+    def _staying(self, stage: Stage, outputs: Sequence[Tensor]) -> set[int]:
+        kept = [*stage.buffers(), *outputs, *(p for layer in stage.layers.values() for p in layer.parameters())]
         for _, tensors, _ in self._values.held():
             kept += tensors_of(tensors)
         return {tensor.untyped_storage().data_ptr() for tensor in kept}

@@ -24,6 +24,7 @@ from engine.core.job.job import Job
 from engine.core.job.torch_parts import LEAST_SCALE
 from engine.core.ownership import turned
 from engine.core.random_key import layer_key, weights_key
+from engine.core.value import Kind
 from engine.models.layers import MAX_TENSORS, Model, Tensors, Tie, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
 from engine.models.memory_rules import refuse_what_cannot_be_kept
@@ -290,7 +291,7 @@ class Stage:
         self.pending: dict[int, Pending] = {}
         self.is_sliced, self.slices = job.slices > 1, slices or job.slices
         self.carries: dict[int, dict[int, Tensors]] = {}  # gradients of the states before a slice, by layer
-        self.away: dict[int, int] = {}  # residuals on the host alone, and the bytes that this freed on the device
+        self.away: dict[tuple[Kind, int], int] = {}  # on the host alone, and the bytes that this freed on the device
         self.losses: dict[int, float] = {}  # of the counted microbatches
         self.counted = 0  # forwards of this step that the buffers contain
         self.added = 0  # backwards of this step that the gradients contain
@@ -414,7 +415,7 @@ class Stage:
             residual.loss = Segment(cut, (self.weighted_loss(cut, targets, weight),), "the loss")
             residual.counts = targets, weight
         self.residuals[microbatch] = residual
-        self.away.pop(microbatch, None)
+        self.away.pop((Kind.RESIDUAL, microbatch), None)
         self.peak_stash = max(self.peak_stash, self.num_stashed)
         return residual
 
@@ -548,7 +549,8 @@ class Stage:
 
     def _states_behind(self, microbatch: int) -> dict[int, Tensors]:
         """Returns the state of each layer behind a slice."""
-        segments = (each for group in self.residuals[microbatch].groups if isinstance(group, list) for each in group)
+        groups = self.residuals[microbatch].made().groups
+        segments = (each for group in groups if isinstance(group, list) for each in group)
         return {index: each.outputs[each.num_own[1] :] for index, each in zip(self.layers, segments, strict=True)}
 
     def call(self, index: int, inputs: Tensors) -> Tensors:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.core.action import COMPUTE_OPS, FORWARD_OPS, STASH_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, LEAVE_OPS, STASH_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
 from engine.core.history.run_records import HostLinkRecord, RedoneRecord, TensorsRecord
@@ -174,7 +174,7 @@ class Executor:
         line, copy_time = [action for action, _ in actions], self.context.job.copy_time
         if copy_time is not None:
             if not any(action.op in STASH_OPS for action in line):
-                line = [*line_with_offloads(line, copy_time, *self.offloads.stashes())]
+                line = [*line_with_offloads(line, copy_time, self.context.job.slices, *self.offloads.stashes())]
                 actions = [(action, str(action)) for action in line]
             self.offloads.enter(line)
         return actions
@@ -194,8 +194,8 @@ class Executor:
             Op.STREAM: self.streams.run,
             Op.HAND: self.streams.run,
             Op.SHIP: self._ship,
-            Op.OFFLOAD: self.offloads.offload,
-            Op.RELOAD: self.offloads.reload,
+            **dict.fromkeys(LEAVE_OPS, self.offloads.offload),
+            **dict.fromkeys(STASH_OPS - LEAVE_OPS, self.offloads.reload),
             Op.HEAL: end.heal,
             Op.REDUCE_GRAD: end.reduce,
             Op.LOG: end.log,
@@ -206,7 +206,7 @@ class Executor:
             table[Op.UNSHARD] = lambda action, step: shards.unshard(action.stage)
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
         if self.context.job.copy_time is not None:
-            table |= {op: self.offloads.with_room(table[op]) for op in FORWARD_OPS}
+            table |= {op: self.offloads.around(table[op]) for op in (*FORWARD_OPS, Op.I, Op.W)}
         return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
 
     def run_actions(self) -> None:
