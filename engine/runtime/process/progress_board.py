@@ -26,7 +26,7 @@ _MOST_TRIES = 3
 
 # The fields of a `BoardPlace` but the last. A plain tuple, because one is made at each action, and creating a named one
 # takes as long as the write.
-Position = tuple[int, int, int, bool, int, int]
+PlaceFields = tuple[int, int, int, bool, int, int]
 
 
 class BoardPlace(NamedTuple):
@@ -82,7 +82,7 @@ class ProgressBoard:
         begin = line * _LINE_BYTES
         self._memory[begin : begin + _LINE_BYTES] = bytes(_LINE_BYTES)
 
-    def begin(self, line: int, num_computed: int, action: str, place: Position) -> None:
+    def begin(self, line: int, num_computed: int, action: str, place: PlaceFields) -> None:
         """Overwrites one line, and the position in it, at the begin of an action."""
         begin, text = line * _LINE_BYTES, action.encode()
         _BOTH.pack_into(self._memory, begin, place[1], num_computed, text, *place, hash(place))
@@ -92,7 +92,7 @@ class ProgressBoard:
         step, num_computed, action = _LINE.unpack_from(self._memory, line * _LINE_BYTES)
         return Progress(step, num_computed, action.rstrip(b"\0").decode(errors="replace"))
 
-    def place(self, line: int, place: Position) -> None:
+    def place(self, line: int, place: PlaceFields) -> None:
         """Overwrites the position in a line."""
         _PLACE.pack_into(self._memory, line * _LINE_BYTES + _PLACE_AT, *place, hash(place))
 

@@ -46,15 +46,13 @@ from engine.runtime.stage.buffers import (
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.transport.transport import Border, border_of, difference, laid_out_as
 
-_VERSION, _NEEDS_GRAD = attrgetter("_version"), attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
 
 
 def cut_off(tensors: Tensors) -> Tensors:
     """Returns the same tensors as leaves of a new graph."""
-    leaves = []
-    for tensor in tensors:  # each call is slow in a process that has just woken up, and a generator makes one more
-        leaves.append(marked_as(tensor.detach().requires_grad_(tensor.requires_grad), tensor))
-    return tuple(leaves)
+    # A list: a generator makes one more call, and each is slow in a process that has just woken up.
+    return tuple([marked_as(tensor.detach().requires_grad_(tensor.requires_grad), tensor) for tensor in tensors])
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
@@ -93,7 +91,7 @@ class Segment:
         With `only_inputs` the parameters are left out. An unused input gets minus zeros, so the transfers of a step do
         not depend on the data. With `keep_graph` a backward for the weights may follow.
         """
-        needed = tuple(filter(_NEEDS_GRAD, self.inputs))
+        needed = tuple([tensor for tensor in self.inputs if tensor.requires_grad])
         # To the engine, an empty tuple would mean all leaves.
         if needed or not only_inputs:
             self._run(gradients, needed if only_inputs else (), keep_graph)
@@ -105,7 +103,7 @@ class Segment:
             self._run(gradients, parameters, keep_graph=False)
 
     def _run(self, gradients: Tensors, leaves: Tensors, keep_graph: bool) -> None:
-        outputs = [*filter(_NEEDS_GRAD, self.outputs)]
+        outputs = [output for output in self.outputs if output.requires_grad]
         roots = [pair for pair in zip(outputs, gradients, strict=bool(outputs)) if not is_missing(pair[1])]
         if not roots:
             return
