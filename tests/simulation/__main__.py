@@ -86,7 +86,7 @@ def large(cases: int) -> int:
     for workers in SIZES:
         usual = usage(workers)
         gc.freeze()
-        with get_context("fork").Pool(maxtasksperchild=1) as pool:
+        with get_context("fork").Pool(initializer=gc.disable, maxtasksperchild=1) as pool:
             for line in figures(workers, pool.imap(partial(outcome, usual, once=True), range(cases))):
                 broken |= "large_case" in line
                 print(line, flush=True)

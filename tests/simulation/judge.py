@@ -200,7 +200,8 @@ class Judge:
         if new.epoch == old.epoch and new.phase is old.phase:
             return
         self._check_plans(old, new)
-        lost = tuple(sorted({slot[1] for slot in self.grid.slots() if not self._is_held(slot, new)}))
+        members = frozenset(new.members)
+        lost = tuple(sorted({slot[1] for slot in self.grid.slots() if not self._is_held(slot, members)}))
         if new.phase is Phase.FINISHED:
             if new.lost_stages and new.lost_stages != lost:
                 raise Violation(f"finished with {new.lost_stages} lost ({lost} indeed): {new.reason}")
@@ -290,7 +291,7 @@ class Judge:
 
     def _check_given_up(self, worker: int, old: State) -> None:
         """Checks that the worker can be replaced, and lies on the most dark edges of all that can be."""
-        others = old._replace(members=tuple(each for each in old.members if each != worker))
+        others = frozenset(old.members) - {worker}
         if any(owner == worker and not self._is_held(slot, others) for slot, owner in self._owners(old)):
             raise Violation(f"worker {worker} is given up, and nobody else holds what it owns")
         if old.look:
@@ -338,15 +339,15 @@ class Judge:
                 return True
         return False
 
-    def _is_held(self, slot: Slot, state: State) -> bool:
+    def _is_held(self, slot: Slot, members: Collection[int]) -> bool:
         """Whether a member has a complete replica for a slot: of the last commit, or with the log that leads to it.
 
         A worker with a replica at the commit must still have it.
         """
         committed = len(self.outcomes)
-        return not self.holders[slot].isdisjoint(state.members) or any(
+        return not self.holders[slot].isdisjoint(members) or any(
             replica.version == committed or (replica.version == committed - 1 and replica.logged is not None)
-            for number in state.members
+            for number in members
             for (pipeline, each), replica in self.world.workers[number].replicas.items()
             if each == slot[1] and pipeline in self._alike(slot)
         )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from engine.codec.messages import encode
 from engine.core.message_kinds import MAX_BYTES, Message, ToAgent, ToWorker
 from engine.core.ownership import Ownership, with_shadows
+from engine.core.program.build import baseline
 from engine.core.protocol.events import LeaseExpired
 from engine.core.protocol.state import Phase
 from tests.simulation.beginning import begun
@@ -137,6 +138,7 @@ def usual_case(workers: int) -> Case:
 def usage(workers: int) -> Usage:
     """Returns what a job sends without a failure; all its cases then share its start and its programs."""
     world, _ = ran(usual_case(workers))
+    baseline(world.case.schedule, world.grid, world.ownership.owners)  # of which their first failures are repairs
     return Usage(workers, world.counts.total(), dict(world.sizes))
 
 

@@ -46,6 +46,7 @@ def _world_of(case: Case) -> type[World]:
 
 def history_of(world: World) -> History:
     """Runs a world to its end, and returns its history."""
+    was_on = gc.isenabled()
     gc.disable()  # nearly all of a world lives until its end: a look at it meanwhile finds nothing
     problem = ""
     try:
@@ -54,7 +55,8 @@ def history_of(world: World) -> History:
     except (Violation, BambooError) as error:
         problem = f"{type(error).__name__}: {error}"
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
     state = world.membership
     moments = tuple(worker.moments for worker in world.workers)
     return History(

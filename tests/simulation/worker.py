@@ -8,7 +8,7 @@ output, and a stopped process carries out the rest when it wakes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core import messages
@@ -228,7 +228,7 @@ class Worker(Joining):
         """Joins the group of an epoch."""
         group = _number_of(output.epoch.epoch)
         self.join(group)
-        self.world.links.join(self, group, (*output.epoch.members,))
+        self.world.links.join(self, group, _listed(output.epoch.members))
         return None
 
     def form_next(self, output: outputs.FormNextGroup) -> Answer:
@@ -515,6 +515,7 @@ def _number_of(epoch: int, attempt: int = 0) -> int:
     return epoch * _MOST_ATTEMPTS + attempt
 
 
+_listed = lru_cache(maxsize=8)(tuple[int, ...])  # all workers of an epoch are told the same members
 _MOST_ATTEMPTS = 1000
 _FIGURES = (messages.Evaluation("all", 1, 1.0, {}),)  # of every validation
 _INTERRUPTIBLE = outputs.Run | outputs.Validate
