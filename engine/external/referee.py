@@ -172,7 +172,7 @@ class Referee:
         os.close(stopped_fd)
         try:
             why = self._watch(root, interrupts)
-            self._note(CommandEnded(now_ns(), interrupts.first, "attached" if why == "exit" else why))
+            self._note(CommandEnded(now_ns(), interrupts.first, "gone" if why == "exit" else why))
         finally:
             os.close(self._stopping_fd)  # what stands still goes on
             subprocesses.end(waker, _GONE_S)

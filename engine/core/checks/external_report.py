@@ -32,7 +32,7 @@ _PHASE_WORDS = {
     "begin": "ranks begin again after",
     "step": "first step after",
 }
-EndReason = Literal["exit", "timeout", "interrupt", "attached"]
+EndReason = Literal["exit", "timeout", "interrupt", "attached", "gone"]
 _TRAINS_ON = 3  # steps behind a strike without which the survivors may only have finished the open one
 _WARM_UP = 1  # the first step of a process is no usual one
 
@@ -101,7 +101,10 @@ class LauncherLine:
 
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """The command has ended with a code, negative for a signal; or bamboo has ended it, or left it, for a reason."""
+    """The command has ended with a code, negative for a signal; or bamboo has ended it, or left it, for a reason.
+
+    A job that bamboo has not started may be gone, and then its code is not known.
+    """
 
     at_ns: int
     code: int | None
@@ -237,9 +240,14 @@ class _Group:
 
     @property
     def ended(self) -> set[int]:
-        """The ranks whose struck process has ended."""
-        pids = {pid for strike in self.strikes for pid in strike.pids}
-        return {each.rank for each in self._within(RankEnded) if each.pid in pids}
+        """The ranks whose struck process has ended, but for one that had trained on after standing still."""
+        of_pids = {pid: strike for strike in self.strikes for pid in strike.pids}
+        ends = [(each, of_pids[each.pid]) for each in self._within(RankEnded) if each.pid in of_pids]
+        return {end.rank for end, strike in ends if not (strike.for_ns and self._has_trained(end, strike))}
+
+    def _has_trained(self, end: RankEnded, strike: StrikeMade) -> bool:
+        since_ns, ranks = strike.at_ns + strike.for_ns, (end.rank, None)
+        return any(since_ns < each.at_ns <= end.at_ns and each.rank in ranks for each in self._within(StepReport))
 
     def _goes_on(self) -> bool:
         """Returns whether training continues, be it without the struck ranks."""
@@ -415,8 +423,11 @@ def _outcome(scenario: ExternalScenario, run: ExternalRun, recoveries: Sequence[
         return Check("outcome", "invalid", f"the run was interrupted{trained}")
     if end.why == "timeout":
         outcome, text = "failed", "the command did not end in time"
-    elif end.why == "attached":
-        outcome, text = ("failed" if has_stopped else "recovered"), "the job was left running"
+    elif end.why == "gone" and not run.of(StepReport):
+        return Check("outcome", "invalid", "the job has ended, and neither its exit code nor a step of it is known")
+    elif end.why in ("attached", "gone"):
+        text = "the job was left running" if end.why == "attached" else "the job has ended, its exit code is not known"
+        outcome = "failed" if has_stopped else "recovered"
     elif end.code:
         outcome, text = "failed", f"the command ended with {end.code}"
     else:
