@@ -80,7 +80,7 @@ def _live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory
     """Returns a live run, and its history so far.
 
     Raises:
-        NothingMatchedError: there is no such run, or it has ended or not begun, and so `then`.
+        NothingMatchedError: there is no such run, or it has not begun, or it has ended, and so `then`.
     """
     try:
         folder = find_run(results, run)
@@ -89,7 +89,7 @@ def _live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory
     history = GrowingEvents(folder.events).read_on()
     if history.training_ended is not None or not launcher_runs(history, folder.path):
         if not history.of(JobRecord) and folder.path.name in live_runs(folder.path.parent):
-            raise NothingMatchedError(f"{folder.path.name} has not begun yet, and {then}", "try it again")
+            raise NothingMatchedError(f"{folder.path.name} has not begun yet", "try it again")
         if not folder.events.exists():
             raise NothingMatchedError(f"{run!r} is not a run folder", _others(run, results))
         others = _others(run, folder.path.parent, (folder.path.name, LATEST))
@@ -100,7 +100,7 @@ def _live_run(results: Path, run: str, then: str) -> tuple[RunFolder, RunHistory
 def _others(run: str, results: Path, without: tuple[str, ...] = ()) -> str:
     """Returns in words the live run with the nearest name, or all live runs."""
     live = [name for name in live_runs(results) if name not in without]
-    names = [*live, *({LATEST} - {*without})]
+    names = [*live, *({LATEST} - {run, *without})]
     return nearest(run, names) or (f"running now: {', '.join(live)}" if live else "no run is live there")
 
 

@@ -22,7 +22,7 @@ _S = 1_000_000_000
 GONE_NS = 10 * _S  # from SIGKILL until a process is left behind
 STOP_NS = 3 * _S  # from the order to stop to SIGKILL
 KEEP_NS = 30 * _S  # the same, where workers first write the last committed step
-LAST_NS = 7 * _S // 10  # the same, after a signal of the user, who waits: with the open step's second less than two
+LAST_NS = 6 * _S // 10  # the same, after a signal of the user, who waits: with the open step's second less than two
 TERM_NS = 8 * _S  # the same, after SIGTERM: with the time of the open step, less than the ten seconds of usual senders
 
 
