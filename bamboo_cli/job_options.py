@@ -175,7 +175,7 @@ HfRandom = Annotated[
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
 # Flags of fields whose default depends on the job, which make them false: a row each, as `--a/--no-a` takes a column.
-_OFF = {
+OFF = {
     "deterministic": "do without the deterministic settings of torch and CUDA; changes bits",
     "check_pure": "skip the check that the results of layers depend on weights, buffers and inputs alone",
 }
@@ -354,8 +354,7 @@ def _flag(name: str, default: object) -> Any:
     kind, flag = FIELD_TYPES[name], flag_of(name)
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
     if kind is bool:  # the flag sets the opposite of the default; --set sets either
-        help_text = _OFF[name] if default else FIELD_HELP[name]
-        option = typer.Option(flag, help=help_text, rich_help_panel="Job")
+        option = typer.Option(flag, help=OFF[name] if default else FIELD_HELP[name], rich_help_panel="Job")
         return Annotated[bool | None, option]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     complete = completion.one_of(choices) if choices else completion.FIELDS.get(name)

@@ -272,8 +272,8 @@ def _measured(job: Job, run: str) -> Profile:
 
     tables = load_run(find(Path(job.results), run), every_action=True)
     if tables.job.stages != job.stages:
-        found, hint = f"{tables.job.stages} in {run}", f"for its own job, begin with {run}/run.json"
-        raise UserError([Problem("--profile", f"a run with {job.stages} stages", found, hint)])
+        stages, hint = f"{tables.job.stages} in {run}", f"for its own job, begin with {run}/run.json"
+        raise UserError([Problem("--profile", f"a run with {job.stages} stages", stages, hint)])
     profile = profile_of(tables.actions, job.stages, tables.facts.copy_time)
     return profile.times(tables.job.slices / job.slices)
 

@@ -152,8 +152,12 @@ def test_a_rank_that_stands_still_stalls_the_job_without_a_lost_step() -> None:
 
 def test_the_end_of_a_job_is_no_effect_of_a_stop_behind_which_it_has_trained() -> None:
     stop = StrikeMade(510 * MS, "first", (1,), (2,), 2000 * MS)
-    before = [*steps({0: 1, 1: 2}, range(5), 100), stop, EffectSeen(511 * MS, "first", "the process stands still")]
-    ends = [*(RankEnded(3900 * MS, rank, 1 + rank) for rank in (0, 1)), CommandEnded(4000 * MS, 0)]
+    before: list[ExternalEvent] = [
+        *steps({0: 1, 1: 2}, range(5), 100),
+        stop,
+        EffectSeen(511 * MS, "first", "the process stands still"),
+    ]
+    ends: list[ExternalEvent] = [*(RankEnded(3900 * MS, rank, 1 + rank) for rank in (0, 1)), CommandEnded(4000 * MS, 0)]
     trained = ExternalRun([*before, *steps({0: 1, 1: 2}, range(5, 10), 2600), *ends])
     assert [each.ended for each in trained.recoveries()] == [()]
     stuck = ExternalRun([*before, *steps({0: 1}, range(5, 10), 2600), *ends])
@@ -176,7 +180,11 @@ def test_a_job_that_was_struck_while_it_ran_and_is_gone(
     more: list[ExternalEvent] | None, result: str, text: str
 ) -> None:
     before = [] if more is None else steps({0: 10, 1: 11}, range(6), 100)
-    struck = [StrikeMade(602 * MS, "first", (1,), (11,)), RankEnded(603 * MS, 1, 11), RankBegan(800 * MS, 1, 21)]
+    struck: list[ExternalEvent] = [
+        StrikeMade(602 * MS, "first", (1,), (11,)),
+        RankEnded(603 * MS, 1, 11),
+        RankBegan(800 * MS, 1, 21),
+    ]
     run = ExternalRun([*before, *struck, *(more or ()), CommandEnded(3000 * MS, None, "gone")])
     (check,) = [each for each in external_checks(SCENARIO, run) if each.name == "outcome"]
     assert check.result == result and check.text.startswith(text)

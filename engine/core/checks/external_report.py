@@ -101,10 +101,7 @@ class LauncherLine:
 
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """The command has ended with a code, negative for a signal; or bamboo has ended it, or left it, for a reason.
-
-    A job that bamboo has not started may be gone, and then its code is not known.
-    """
+    """The command has ended with a code, negative for a signal; or bamboo has ended it, left it, or not started it."""
 
     at_ns: int
     code: int | None
