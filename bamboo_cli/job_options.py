@@ -174,11 +174,12 @@ HfRandom = Annotated[
 ]
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
-# Flags of fields whose default depends on the job, which make them false: a row each, as `--a/--no-a` takes a column.
+# The help of flags that deny a field.
 OFF = {
     "deterministic": "do without the deterministic settings of torch and CUDA; changes bits",
     "check_pure": "skip the check that the results of layers depend on weights, buffers and inputs alone",
 }
+# Flags of fields whose default depends on the job, which make them false: a row each, as `--a/--no-a` takes a column.
 _NOT = {"elastic": "leave every stage where it is; without --standby, refuse workers that join"}
 _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}

@@ -47,21 +47,22 @@ def encode(of: Message) -> bytes:
     return data
 
 
-def _text(of: Message) -> bytes:
+def _text(of: Message, *, is_read: bool = False) -> bytes:
+    """Returns the text of a message; one that `is_read` has only finite numbers, as JSON has no others."""
     message_class: Any = type(of)
     try:
         data = _encoder.encode(of)
     except UnicodeEncodeError:  # half of a surrogate pair
         data = b""
     # A number that is not finite has become null.
-    if not data.isascii() or not data or (b"null" in data and _reread(message_class, data) != of):
+    if not data.isascii() or not data or (b"null" in data and not is_read and _reread(message_class, data) != of):
         data = _wire(of).encode()
     return _head(message_class) + (b"," if len(data) > 2 else b"") + data[1:]
 
 
-def _reread(made: Any, data: bytes) -> Message | None:
+def _reread(message_class: Any, data: bytes) -> Message | None:
     try:
-        message: Message = decoder_of(made).decode(data)
+        message: Message = decoder_of(message_class).decode(data)
     except msgspec.ValidationError:
         return None
     return message
@@ -76,7 +77,7 @@ def decode(data: bytes) -> Message:
     try:
         if message_class is not None:
             message: Message = decoder_of(message_class).decode(data)
-            if _text(message) == data:
+            if _text(message, is_read=True) == data:
                 return message
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         pass

@@ -239,17 +239,17 @@ class Incoming(Generic[Room]):
         """
         if frame.epoch < floor:
             return None
-        receive = self.open.pop(is_state(frame.key), None) if self.open else None
-        if receive is not None and receive[0].epoch < floor:
-            receive = None
+        message = self.open.pop(is_state(frame.key), None) if self.open else None
+        if message is not None and message[0].epoch < floor:
+            message = None
         if frame.start == 0:
-            if receive is not None and receive[0].epoch >= frame.epoch:
+            if message is not None and message[0].epoch >= frame.epoch:
                 raise InvariantError(f"a message begins inside another one of its epoch: {frame}")
-            receive = frame, self._room_of(frame), 0
-        elif receive is None or receive[0][:3] != frame[:3] or receive[2] != frame.start:
+            message = frame, self._room_of(frame), 0
+        elif message is None or message[0][:3] != frame[:3] or message[2] != frame.start:
             raise InvariantError(f"a piece of a message is out of order: {frame}")
-        self._now = receive
-        return receive[1]
+        self._now = message
+        return message[1]
 
     def ended(self, frame: Frame) -> Room | None:
         """Takes in the end of a piece; returns the memory of its message if that is whole and was not dropped."""

@@ -101,7 +101,7 @@ class LauncherLine:
 
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """The command has ended with a code, negative for a signal; or bamboo has ended it, left it, or not started it."""
+    """The end of the watch over a command, and `why`: its exit code, negative for a signal, None if it is not known."""
 
     at_ns: int
     code: int | None

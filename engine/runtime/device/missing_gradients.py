@@ -29,10 +29,6 @@ def marked_as(gradient: Tensor, other: Tensor) -> Tensor:
     return gradient if mark is None else marked(gradient, mark)
 
 
-def _mark_of(gradient: Tensor) -> bool | None:
-    return getattr(gradient, _MARK, None)
-
-
 def is_missing(gradient: Tensor) -> bool:
     """Returns whether a gradient is minus zero everywhere, as is one without elements."""
     mark: bool | None = getattr(gradient, _MARK, None)
@@ -43,13 +39,14 @@ def is_missing(gradient: Tensor) -> bool:
     if not gradient.numel():
         return True
     # The first element is nearly always another number, which saves inspecting the rest.
-    first = gradient.as_strided((), ()).item()
-    return first == 0 and _is_minus_zero(first) and bool(_everywhere(gradient))
+    return _is_minus_zero(gradient.as_strided((), ()).item()) and bool(_everywhere(gradient))
 
 
 def look_at(gradients: Iterable[Tensor]) -> None:
     """Marks all unmarked gradients with a single wait for the device."""
-    unknown = [grad for grad in gradients if _mark_of(grad) is None and _may_be_missing(grad) and grad.numel()]
+    unknown = [
+        grad for grad in gradients if getattr(grad, _MARK, None) is None and _may_be_missing(grad) and grad.numel()
+    ]
     if not unknown:
         return
     firsts = torch.stack([grad.detach().as_strided((), ()).double() for grad in unknown]).tolist()
@@ -59,7 +56,7 @@ def look_at(gradients: Iterable[Tensor]) -> None:
 
 def made(gradient: Tensor) -> Tensor:
     """Returns a gradient made by autograd, with plain zeros in place of minus zeros; does not wait for a device."""
-    if gradient.device.type == "cpu" or _mark_of(gradient) is not None:
+    if gradient.device.type == "cpu" or getattr(gradient, _MARK, None) is not None:
         if not is_missing(gradient):
             return marked(gradient, False)
         gradient = torch.zeros_like(gradient)

@@ -145,24 +145,24 @@ _OWN = "/proc/thread-self/ns/net"
 
 def new_network() -> int:
     """Returns a descriptor of a new network namespace that has loopback only; raises OSError if the kernel refuses."""
-    sockets: list[int | OSError] = []
+    outcome: list[int | OSError] = []
 
     def make() -> None:
         try:
             _call("unshare", _CLONE_NEWNET)
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
                 fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_AND_RUNNING))
-            sockets.append(os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC))
+            outcome.append(os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            sockets.append(error)
+            outcome.append(error)
 
     # A thread of its own, which ends with the call: this thread stays in the network of the host.
     thread = threading.Thread(target=make, name="network")
     thread.start()
     thread.join()
-    if isinstance(sockets[0], OSError):
-        raise sockets[0]
-    return sockets[0]
+    if isinstance(outcome[0], OSError):
+        raise outcome[0]
+    return outcome[0]
 
 
 @contextlib.contextmanager

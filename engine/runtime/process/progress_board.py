@@ -18,7 +18,7 @@ from engine.runtime.process.clock import now_ns
 _LINE = struct.Struct("<qq16s")
 _PLACE = struct.Struct("<iii?qqq")  # the last field is the hash of the others
 _PLACE_AT = 64  # in a line
-_BOTH = struct.Struct("<qq16s32xiii?qqq")
+_BOTH = struct.Struct(f"{_LINE.format}{_PLACE_AT - _LINE.size}x{_PLACE.format.removeprefix('<')}")
 _LOADING_AT = _PLACE_AT + _PLACE.size  # a byte for each kind of loading
 _LINE_BYTES = 128
 _MOST_TRIES = 3

@@ -175,14 +175,7 @@ class Recorder:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
         self.last = (step, action)
         chores, self._chores = self._chores, b""
-        data = chores + entry(epoch, step, action, start_ns, end_ns)
-        if self._lost.records:
-            self._record(self.steps.append, step, data)
-            return
-        try:
-            self.steps.append(step, data)
-        except OSError as error:
-            self._lose(error)
+        self._record(self.steps.append, step, chores + entry(epoch, step, action, start_ns, end_ns))
 
     def chore(self, epoch: int, step: int, chore: Chore, start_ns: int, action: str = "") -> None:
         """Records a chore of this worker from its start until now, for an action if it belongs to one.

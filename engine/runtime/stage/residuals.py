@@ -85,12 +85,12 @@ class _Form:
 def saved_places(segment: Segment) -> list[SavedPlace]:
     """Returns the places of the tensors that a segment's graph has saved, without those of the user's backwards."""
     nodes: list[Any] = [output.grad_fn for output in segment.outputs if output.grad_fn is not None]
-    numbers = set(nodes)
+    graph = set(nodes)
     places: list[SavedPlace] = []
     for node in nodes:  # it grows while it is walked
-        following = [each for each, _ in node.next_functions if each is not None and each not in numbers]
+        following = [each for each, _ in node.next_functions if each is not None and each not in graph]
         nodes += dict.fromkeys(following)
-        numbers.update(following)
+        graph.update(following)
         kind: Any = type(node)
         if not hasattr(kind, "_forward_cls"):
             places += [place for name in _names_of(kind)[0] for place in _places(node, name)]

@@ -553,9 +553,8 @@ class Stage:
 
     def call(self, index: int, inputs: Tensors) -> Tensors:
         """Returns the outputs of one layer, contiguous like after a transfer: strides can decide bits."""
-        return self._called(index, inputs, lambda: (as_tensors(self.layers[index](*inputs), self._places[index]), ()))[
-            0
-        ]
+        layer, where = self.layers[index], self._places[index]
+        return self._called(index, inputs, lambda: (as_tensors(layer(*inputs), where), ()))[0]
 
     def _call_slice(self, index: int, inputs: Tensors, num_own: int, number: int) -> tuple[Tensors, Tensors]:
         own, state = inputs[:num_own], inputs[num_own:]

@@ -83,29 +83,25 @@ def run_in_order(
     entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction, *, has_pairs: bool = True
 ) -> None:
     """Runs actions after a `check` each, or one for a pair with a handler; raises InvariantError for a bad handler."""
-    if not _handlers:
-        for entry in entries:
-            check()
-            run(*entry)
-        return
 
     def run_one(entry: QueuedAction) -> None:
-        handler = _handlers.get(entry[0].op)
-        if handler is None:
-            run(*entry)
+        if entry[0].op in _handlers:
+            _hand_over(_handlers[entry[0].op], (entry,), lambda call: run(*call))
         else:
-            _hand_over(handler, (entry,), lambda call: run(*call))
+            run(*entry)
 
-    actions = [action for action, _, _ in entries]
-    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if has_pairs else {}
+    actions, paired = [action for action, _, _ in entries], has_pairs and _handlers
+    pairs = {position: _handlers[kind] for position, kind in pairs_of(actions, _handlers)} if paired else {}
     for position, entry in enumerate(entries):
         if position - 1 in pairs:
             continue  # the second of a pair
         check()
         if position in pairs:
             _hand_over(pairs[position], (entry, entries[position + 1]), run_one)
-        else:
+        elif _handlers:
             run_one(entry)
+        else:
+            run(*entry)
 
 
 def _hand_over(handler: Handler, entries: Sequence[QueuedAction], run: Callable[[QueuedAction], None]) -> None:

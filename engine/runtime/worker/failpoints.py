@@ -61,25 +61,24 @@ class Failpoints:
         self._links = links
         self._troubles = troubles
         self._slowdown: _Slowdown | None = None
-        self.is_armed = False  # whether any fault is left, or has a lasting effect
         self._due: Fault | None = None  # the fault that is to strike during the present action
         self._arm(faults)
 
     def _arm(self, faults: Sequence[Fault]) -> None:
         """Adds the faults at an action; marks this worker's phases for the agent if a fault waits for one of them."""
         self.faults += [fault for fault in faults if isinstance(fault.moment, At)]
-        self._count()
         if any(isinstance(fault.moment, After) and fault.moment.phase in _OWN_PHASES for fault in faults):
             self.control.tells_marks = True
 
-    def _count(self) -> None:
-        self.is_armed = bool(self.faults) or self._slowdown is not None
+    @property
+    def is_armed(self) -> bool:
+        """Whether any fault is left, or has a lasting effect."""
+        return bool(self.faults) or self._slowdown is not None
 
     def at(self, step: int, action: Action, when: When) -> None:
         """Has the agent strike with each fault of this moment; raises the exceptions of `Control.wait_until`."""
         while (fault := struck_by(self.faults, step, action, when)) is not None:
             self.faults = [each for each in self.faults if each.id != fault.id]
-            self._count()
             if fault.id in self.control.fired:
                 continue
             done = (-1, "") if self._recorder is None else self._recorder.last
@@ -137,7 +136,6 @@ class Failpoints:
 
     def _slow_down(self, fault: str, factor: float, for_ns: int) -> None:
         self._slowdown = _Slowdown(fault, factor, now_ns() + for_ns)
-        self._count()
 
     def delay(self, step: int, action: Action, start_ns: int, waited_ns: int = 0) -> None:
         """Delays the end of an action: until the fault during it has struck, and by the factor of a slowdown.
@@ -152,7 +150,6 @@ class Failpoints:
             return
         if slowdown.is_confirmed and start_ns > slowdown.until_ns:
             self._slowdown = None
-            self._count()
             return
         took_ns = now_ns() - start_ns - waited_ns
         time.sleep(took_ns * max(0.0, slowdown.factor - 1.0) / 1e9)

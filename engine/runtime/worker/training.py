@@ -307,8 +307,8 @@ class Training:
             self._executor.offloads.clear()
 
     def _heard(self) -> inputs.Input:
-        messages = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
-        return messages if isinstance(messages, inputs.Input) else inputs.ProtocolMessage(messages)
+        news = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
+        return news if isinstance(news, inputs.Input) else inputs.ProtocolMessage(news)
 
     def _carry_out(self, work: Iterable[outputs.Output]) -> inputs.Input | None:
         """Carries out outputs; returns the answer of the last one, or the failure of the first one that fails."""
